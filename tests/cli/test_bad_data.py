@@ -57,7 +57,7 @@ def test_too_short(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "needs 1025" in said
     assert "16 sequences of 64" in said
-    assert "hint: --global-batch 6" in said
+    assert "--global-batch 6\n        or more data" in said
 
 
 def test_unreadable(capsys: pytest.CaptureFixture[str]) -> None:

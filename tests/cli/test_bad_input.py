@@ -335,7 +335,7 @@ def test_data_that_is_not_there(refused: Run) -> None:
         (["--layout", "dp2:schedule=gpipe", "--schedule", "1f1b"], "the flag has 1f1b"),
         (["--layout", "dp1:recompute=modules"], "no other modules"),
         (["--layout", "dp2:zero=4"], "zero is 4"),
-        (["--layout", "dp3:zero=3", "--global-batch", "8"], "--layout dp4:zero=3 or"),
+        (["--layout", "dp3:zero=3", "--global-batch", "8"], "--layout dp4:zero=3\n        or"),
         (["--layout", "dp2.tp2", "--data-parallel", "threads"], "takes no other axis"),
         (["--steps", "0"], "steps is 0; it must be at least 1"),
         (["--dtype", "fp61"], "unknown dtype 'fp61'"),
@@ -361,7 +361,7 @@ def test_a_folder_that_holds_a_run(refused: Run, text: str, tmp_path: Path) -> N
     RunFolder(run).metrics_file.write_text("{}")
     said = refused("train", "tiny-llama", "--data", text, "--run", str(run))
     assert f"{run} already holds a run" in said
-    assert "--resume to continue it" in said
+    assert "--resume\n        to continue it, or another name: --run" in said
     assert f"--run {run}-2" in said
 
 

@@ -124,6 +124,24 @@ def test_a_hint_of_flags_is_a_whole_command(
     assert spelling.mended(typed, hint) == mended
 
 
+@pytest.mark.parametrize(
+    ("hint", "shown"),
+    [
+        ("--steps 4", "hocket train m --steps 4"),
+        ("--steps 4, or more data", "hocket train m --steps 4\n        or more data"),
+        ("--resume to continue it", "hocket train m --steps 3 --resume\n        to continue it"),
+        (
+            "--layout pp2 or --layout dp2",
+            "hocket train m --steps 3 --layout pp2\n        or --layout dp2",
+        ),
+        ("--resume; it is free", "hocket train m --steps 3 --resume\n        it is free"),
+        ("more data", "more data"),
+    ],
+)
+def test_words_after_a_hint_of_flags_are_a_line_of_their_own(hint: str, shown: str) -> None:
+    assert spelling.pasted(["train", "m", "--steps", "3"], hint) == shown
+
+
 def test_errors_are_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "train", "tiny-llama", "--data", "README.md", "--lr=-1", "--json")
     (line,) = map(json.loads, out.splitlines())

@@ -201,7 +201,7 @@ def test_an_error_of_ours_keeps_its_hint(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["rehearse", *job]) != 0
     said = capsys.readouterr().err
     assert "holds none of the layers that LoRA adapts" in said
-    assert "hint: --lora-targets all-linear, or fewer pipeline stages" in said
+    assert "--lora-targets all-linear\n        or fewer pipeline stages" in said
     assert "Traceback" not in said
 
 

@@ -17,8 +17,9 @@ import tyro
 from hocket.cli import spelling
 from hocket.cli.flags import explicit, parse
 from hocket.spec import renamed
-from hocket.spec.errors import CUTOFF, OptionError, nearest, unknown
+from hocket.spec.errors import OptionError, unknown
 from hocket.spec.options_file import toml
+from hocket.spec.synonyms import nearest_option
 
 OWN = ("train",)
 """Verbs that read the file themselves: a layout in it and flags are merged field by field."""
@@ -122,7 +123,7 @@ def expanded(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.F
     for name, value in options.items():
         flag = known.get(name)
         if flag is None:
-            near = nearest(name, names, cutoff=CUTOFF)
+            near = nearest_option(name, names)
             raise OptionError(
                 f"{path}: unknown option {name!r} of hocket {verb}",
                 hint=f"did you mean {near!r}?" if near else f"hocket config show {verb} lists them",

@@ -154,7 +154,7 @@ def _failed(error: HocketError, arguments: list[str]) -> int:
     if hint is not None and hint.startswith("--") and arguments and arguments[0] in VERBS:
         from hocket.cli import spelling
 
-        hint = spelling.mended(arguments, hint) or hint
+        hint = spelling.pasted(arguments, hint)
     text = str(type(error)(error.message, hint=hint))
     if "--json" in arguments:
         from hocket.cli.events import emit

@@ -14,9 +14,9 @@ from typing import Any
 from hocket.cli.help import attributes
 from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
-from hocket.spec.errors import CUTOFF, OptionError, nearest, unknown
+from hocket.spec.errors import OptionError, nearest, unknown
 from hocket.spec.layout import TERMS
-from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant
+from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant, nearest_option
 
 COMMON = frozenset({"help", "config", "set"})
 """Flags of every verb that take part in its options; `main` takes --quiet out before."""
@@ -202,10 +202,7 @@ def unknown_flag(
         )
     if name in EXPLAINED:
         return OptionError(f"unknown option {written} of hocket {verb}", hint=EXPLAINED[name])
-    names = {n: n for n, flag in known.items() if not flag.positional}
-    names.update({n: target for n, target in SYNONYMS.items() if target in names})
-    near = nearest(name, names, cutoff=CUTOFF)
-    near = None if near is None else names[near]
+    near = nearest_option(name, {n for n, flag in known.items() if not flag.positional})
     if near is None:
         return OptionError(f"unknown option {written} of hocket {verb}", hint=f"hocket {verb} -h")
     mended = [*arguments]
@@ -214,6 +211,18 @@ def unknown_flag(
         f"unknown option {written} of hocket {verb}; the nearest is {spelled(near)}",
         hint=f"hocket {verb} {shlex.join(mended)}",
     )
+
+
+def pasted(arguments: Sequence[str], hint: str) -> str:
+    """A hint with its flags as a whole command to paste; what follows them is a line of its own."""
+    flags, rest = hint, ""
+    clause = re.search(r"(, or |[,;] | or (?=--)| to | \()", hint)
+    if mended(arguments, hint) is None and clause is not None:
+        flags, rest = hint[: clause.start()], hint[clause.start() :].lstrip(" ,;")
+    command = mended(arguments, flags)
+    if command is None:
+        return hint
+    return f"{command}\n        {rest}" if rest else command
 
 
 def mended(arguments: Sequence[str], hint: str) -> str | None:

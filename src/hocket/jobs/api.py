@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hocket.spec import renamed
-from hocket.spec.errors import OptionError, unknown
+from hocket.spec.errors import OptionError
+from hocket.spec.synonyms import unknown_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,8 +204,7 @@ def _known(job: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     found = renamed.options(options, names)
     for name in found:
         if name not in names:
-            message, hint = unknown("option", name, names)
-            raise OptionError(message, hint=hint)
+            raise unknown_option(name, names)
     return {"precision" if name == "dtype" else name: value for name, value in found.items()}
 
 

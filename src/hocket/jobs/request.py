@@ -21,7 +21,7 @@ from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
-from hocket.spec.synonyms import DTYPES
+from hocket.spec.synonyms import DTYPES, unknown_option
 from hocket.spec.units import parse_duration
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -148,8 +148,7 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
     given = renamed.options(given, NAMES)
     for name in given:
         if name not in NAMES:
-            message, hint = unknown("option", name, NAMES)
-            raise OptionError(message, hint=hint)
+            raise unknown_option(name, NAMES)
     for kind, names in ((Workload, WORKLOAD_FIELDS), (TrainOptions, OPTION_FIELDS)):
         hints = typing.get_type_hints(kind)
         given.update(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from hocket.spec.errors import CUTOFF, OptionError, nearest
+
 SYNONYMS = {
     # transformers, accelerate, TRL
     "model_name_or_path": "model",
@@ -118,3 +120,19 @@ def meant(name: str, known: Collection[str]) -> str:
     """The option that `name` stands for where `known` are accepted; `name` where it is none."""
     target = SYNONYMS.get(name, name)
     return target if name not in known and target in known else name
+
+
+def nearest_option(name: str, known: Collection[str]) -> str | None:
+    """The option that a misspelled name is nearest to, by its own name or by a synonym's; None
+    where nothing is near."""
+    names = {option: option for option in known}
+    names.update({other: option for other, option in SYNONYMS.items() if option in known})
+    near = nearest(name, names, cutoff=CUTOFF)
+    return None if near is None else names[near]
+
+
+def unknown_option(name: str, known: Collection[str]) -> OptionError:
+    """The error for a name that is not an option, with the nearest one."""
+    near = nearest_option(name, known)
+    hint = f"use one of {', '.join(sorted(known))}" if near is None else f"did you mean {near!r}?"
+    return OptionError(f"unknown option {name!r}", hint=hint)

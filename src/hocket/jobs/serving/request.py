@@ -23,10 +23,11 @@ from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving.joined import world
 from hocket.spec import renamed
 from hocket.spec.capabilities import absent
-from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
+from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 from hocket.spec.serving import BLOCK_SIZE, ServeOptions, replica_layout
+from hocket.spec.synonyms import unknown_option
 from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     given = renamed.options({k: v for k, v in values.items() if v is not None}, NAMES)
     for name in given:
         if name not in NAMES:
-            message, hint = unknown("option", name, NAMES)
-            raise OptionError(message, hint=hint)
+            raise unknown_option(name, NAMES)
     if not given.get("model"):
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
     options = _options({name: given.pop(name) for name in SERVE_FIELDS if name in given})
