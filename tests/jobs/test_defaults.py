@@ -156,14 +156,18 @@ def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello you"}]
-    Path("chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    Path("chats").mkdir()
+    for split in ("train", "test"):
+        text = (json.dumps({"messages": chat}) + "\n") * 40
+        Path(f"chats/{split}-00000-of-00001.jsonl").write_text(text)
     Path("template.jinja").write_text(TEMPLATE)
-    flags = ["train", "tiny-llama", "--data", "chat.jsonl", "--chat-template-file",
+    flags = ["train", "tiny-llama", "--data", "chats", "--chat-template-file",
              "template.jinja", "--seq-len", "48", "--global-batch", "4", "--layout", "dp2",
              "--dtype", "bf16", "--dry-run"]  # fmt: skip
     assert main(flags) == 0
     out = capsys.readouterr().out
     assert "+ hello you" in out
+    assert "left out: test-00000-of-00001.jsonl" in out
     assert "- <user>hi there<assistant>" in out
     assert "pretraining from random weights in bf16: learning rate 0.001" in out
     assert "2 data ranks x 1 microbatches x 2 sequences of 48 tokens = 4" in out

@@ -160,16 +160,15 @@ def _first_sequence(
 ) -> tuple[prepare.PreparedJob, str, FirstSequence, dict[str, Any]]:
     """Tokenize the data aside, and decode the beginning of what rank 0 reads first; the job and
     the model's configuration as they fit the data."""
-    from hocket.training.dataset import IGNORED, drawn_text, open_dataset
+    from hocket.training.dataset import IGNORED, open_dataset
     from hocket.training.token_manifest import TRAIN
 
-    record.phase("tokenizing")
-    workload = job.request.workload
     with tempfile.TemporaryDirectory(prefix="hocket-dry-run-") as folder:
         aside = RunFolder(folder)
-        words, tokens, config = prepare.data(job, aside, record.tokenized)
-        seed = job.request.options.seed
-        batch = open_dataset(aside.data, TRAIN, tokens, workload.seq_len, seed).batch([0])
+        found = prepare.tokenized(job, aside, record)
+        words, seed = found.words, job.request.options.seed
+        length = job.request.workload.seq_len
+        batch = open_dataset(aside.data, TRAIN, found.tokens, length, seed).batch([0])
         ids, labels = batch.ids[0], batch.labels[0]
         # Loss falls on the token that follows: token k is learned where label k - 1 is not ignored.
         learned = [False, *(bool(label != IGNORED) for label in labels[:-1])]
@@ -181,13 +180,8 @@ def _first_sequence(
                 pieces.append((words.decode(ids[start:at], special=True), learned[start]))
                 start = at
         counted = int((labels != IGNORED).sum())
-        text = f"{tokens.said(workload.seq_len)}; {words.kind} tokenizer of {words.vocab_size} ids"
-    job = prepare.fitted_to(job, tokens)
-    samples = job.request.options.steps * workload.global_batch
-    drawn = drawn_text(tokens, workload.seq_len, samples)
-    text = "\n".join(filter(None, [text, *(f"skipped: {n}" for n in tokens.corrupt), drawn]))
     sequence = FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
-    return job, text, sequence, config
+    return found.job, "\n".join(found.notes), sequence, found.config
 
 
 def _duration(found: Rehearsed, gpu: str) -> Duration:

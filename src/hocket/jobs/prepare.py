@@ -30,6 +30,7 @@ from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:
+    from hocket.jobs.record import JobRecorder
     from hocket.models.source import ModelSource
     from hocket.training.token_manifest import Tokens
     from hocket.training.tokenizer import Tokenizer
@@ -297,6 +298,54 @@ def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) ->
         if isinstance(value, int) and value >= vocab_size:
             changed[name] = eos
     return changed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """A job whose data is tokenized.
+
+    Attributes:
+        job: with the packing and the steps that its data asks for.
+        words, tokens: the tokenizer, and what it made.
+        config: the model's configuration with the tokenizer's vocabulary.
+        notes: for the user: files read and left out, tokens and steps, records skipped.
+    """
+
+    job: PreparedJob
+    words: Tokenizer
+    tokens: Tokens
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def tokenized(job: PreparedJob, folder: RunFolder, record: JobRecorder) -> PreparedData:
+    """Tokenize a job's data into the run folder, with what the user is to know of it.
+
+    Raises:
+        DataError: unreadable, empty or too short data, or an id beyond the vocabulary.
+        OptionError: an unknown tokenizer, or epochs that are no step.
+    """
+    from hocket.training import data_paths
+    from hocket.training.dataset import drawn_text
+
+    asked = job.request
+    read = [
+        notice
+        for paths in filter(None, (asked.data, asked.eval_data))
+        for notice in data_paths.find(paths, streaming=asked.options.streaming).notices
+    ]
+    record.phase("tokenizing")
+    words, tokens, config = data(job, folder, record.tokenized)
+    job = fitted_to(job, tokens)
+    options, workload = job.request.options, job.request.workload
+    said = tokens.said(workload.seq_len)
+    if options.epochs is not None:
+        said += f"; {options.epochs:g} epochs are {options.steps} steps"
+    said += f"; {words.kind} tokenizer of {words.vocab_size} ids"
+    skipped = [f"skipped: {note}" for note in tokens.corrupt]
+    drawn = drawn_text(tokens, workload.seq_len, options.steps * workload.global_batch)
+    notes = tuple(filter(None, [*read, said, *skipped, drawn]))
+    return PreparedData(job=job, words=words, tokens=tokens, config=config, notes=notes)
 
 
 def fitted_to(job: PreparedJob, tokens: Tokens) -> PreparedJob:

@@ -157,30 +157,10 @@ def prepared(
 
     `launcher` may be asked to trace the model.
     """
-    from hocket.training import data_paths
-    from hocket.training.dataset import drawn_text
-
-    request = job.request
-    for paths in filter(None, (request.data, request.eval_data)):
-        for notice in data_paths.find(paths, streaming=request.options.streaming).notices:
-            record.note(notice)
-    record.phase("tokenizing")
-    words, tokens, config = prepare.data(job, folder, record.tokenized)
-    job = prepare.fitted_to(job, tokens)
-    record.note(defaults.note(job.request, job.source))
-    said = tokens.said(job.request.workload.seq_len)
-    if request.options.epochs is not None:
-        said += f"; {request.options.epochs:g} epochs are {job.request.options.steps} steps"
-    record.note(f"{said}; {words.kind} tokenizer of {words.vocab_size} ids")
-    for note in tokens.corrupt:
-        record.note(f"skipped: {note}")
-    drawn = drawn_text(
-        tokens,
-        request.workload.seq_len,
-        request.options.steps * request.workload.global_batch,
-    )
-    if drawn is not None:
-        record.note(drawn)
+    found = prepare.tokenized(job, folder, record)
+    job, config = found.job, found.config
+    for note in (defaults.note(job.request, job.source), *found.notes):
+        record.note(note)
     if not job.request.auto:
         return prepare.write(job, folder, config, command)
     told, job = forecast_policy.choose(job, config, record, launcher=launcher)

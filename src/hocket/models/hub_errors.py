@@ -114,8 +114,8 @@ def explanation(repo: RepoId, error: BaseException) -> HocketError:
     network = next((one for one in causes if _of_network(one)), None)
     if network is not None:
         return kind(
-            f"{constants.ENDPOINT} cannot be reached ({network}), and the cache {where} does not "
-            f"hold {_what(repo)} {repo}",
+            f"there is no folder {repo}, {constants.ENDPOINT} cannot be reached ({network}), "
+            f"and the cache {where} does not hold {_what(repo)} {repo}",
             hint=_on_another(repo),
         )
     if disk is not None:
