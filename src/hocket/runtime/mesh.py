@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hocket.runtime.interpreter_exit import settle_at_exit
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, Layout
@@ -104,6 +105,8 @@ class Mesh:
         if world_size > 1 and group_factory is None:
             self._groups[tuple(range(world_size))] = dist.group.WORLD
         self._meets = group_factory is None
+        if dist.is_initialized() and "gloo" in dist.get_backend():
+            settle_at_exit()
         self._group_factory = group_factory or make_groups
         self._axes: dict[str, Axis] = {}
         self._made: list[AxisGroups] = []
