@@ -57,6 +57,17 @@ def test_a_latent_vector_is_whole_on_every_rank() -> None:
         assert latent_width(block.attention[0], block) == 576
 
 
+def test_context_ranks_divide_the_cache_and_the_prompt() -> None:
+    one = prices("llama-3-8b", "8xH100-SXM-80", tp=2)
+    four = prices("llama-3-8b", "8xH100-SXM-80", tp=2, cp=4)
+    assert (four.gpus, four.cache_bytes) == (8, one.cache_bytes / 4)
+    assert four.weight_bytes == one.weight_bytes
+    prompt, row = ((65536.0, 65536.0, 0.0, 1.0), (0.0, 1.0, 1.0, 65536.0))
+    assert four.step_seconds(*prompt) < one.step_seconds(*prompt) / 2
+    # Of one row that decodes all but attention is computed everywhere.
+    assert one.step_seconds(*row) / 2 < four.step_seconds(*row)
+
+
 @pytest.mark.parametrize(
     ("model", "heads", "keys"),
     [("falcon-180b", 232, 8), ("gpt-oss-120b", 64, 8), ("llama-3-8b", 32, 8), ("gpt2", 12, 12)],

@@ -125,7 +125,8 @@ class MeasuredReplica:
 
     def cores_of(self, kind: str) -> tuple[Attention, ...]:
         """The attention of a block, with the key/value heads that are cached: on every tensor rank
-        all of them where the plan leaves heads whole, and of latent attention keys and values."""
+        all of them where the plan leaves heads whole. Of latent attention those that a prompt
+        attends to, of which none is cached (`latents_of`)."""
         block = self.shape.blocks[kind]
         cached = served(self.shape).blocks[kind].attention
         if all(p.split == "outside" for p in block.products):  # traced without a plan
@@ -134,6 +135,12 @@ class MeasuredReplica:
             own if latent_width(own, block) else dataclasses.replace(own, kv_heads=core.kv_heads)
             for own, core in zip(block.attention, cached, strict=True)
         )
+
+    def latents_of(self, kind: str) -> tuple[int, ...]:
+        """Of each of them, elements of the latent vector and rotary key that every tensor rank
+        caches in the place of keys and values; 0: there is none."""
+        block = self.shape.blocks[kind]
+        return tuple(latent_width(own, block) for own in block.attention)
 
     # --- memory ------------------------------------------------------------------------------
 
@@ -147,12 +154,13 @@ class MeasuredReplica:
         return total * self.element_bytes
 
     def cache_bytes(self, stage: int) -> int:
-        """Of one cached token on a rank of a stage."""
+        """Of one cached token on a rank of a stage; over context ranks the mean of them, of which
+        each has its tokens of every block."""
         total = 0
         for kind in self.stages[stage]:
-            for core in self.cores_of(kind):
-                total += self._held(core) * (core.head_dim + core.value_dim)
-        return total * self.state_bytes
+            for core, latent in zip(self.cores_of(kind), self.latents_of(kind), strict=True):
+                total += latent or self._held(core) * (core.head_dim + core.value_dim)
+        return total * self.state_bytes // self.layout.cp
 
     def _held(self, core: Attention) -> int:
         """Key/value heads on one tensor rank."""
@@ -322,11 +330,15 @@ class MeasuredServing:
         replica, rates, tp = self.replica, self.rates, self.replica.layout.tp
         block = replica.shape.blocks[kind]
         # A prompt's last chunk asks for one row; which it is in, the mean does not know.
-        tokens = step.tokens if kind != "head" else max(step.rows, 1.0)
+        # Context ranks divide a step of prompts, and compute one of few rows all alike.
+        cp = replica.layout.cp
+        own = step.tokens / cp if step.prompt else step.tokens
+        tokens = own if kind != "head" else max(step.rows, 1.0)
         held = float(replica.weight_bytes(stage))
         work = sum(self._product(same, tokens, held) for same in together(block.products))
         work += self._between(kind, tokens, whole=not step.prompt and step.rows <= FEW)
-        work += sum(self._attention(core, step, held) for core in replica.cores_of(kind))
+        for core, latent in zip(replica.cores_of(kind), replica.latents_of(kind), strict=True):
+            work += self._attention(core, latent, step, held) / cp
         sums: list[Collective | None] = []
         hidden = round(tokens * replica.shape.hidden * replica.state_bytes)
         layout = replica.layout
@@ -344,6 +356,8 @@ class MeasuredServing:
                 count = int(any(w.split == "vocab" for w in block.weights))
             summed = self.links.sum if self._kernels else self.links.all_reduce
             sums += [summed("tp", hidden, tp)] * count
+        for core, latent in zip(replica.cores_of(kind), replica.latents_of(kind), strict=True):
+            sums += self._over_context(core, latent, step)
         if kind == "head":
             columns = replica.shape.vocab / tp
             work += rates.stream(tokens * columns * 4)
@@ -352,6 +366,25 @@ class MeasuredServing:
                 sums.append(self.links.collective("all-gather", "tp", size, tp))
         pairs = [_both(one) for one in sums]
         return work + sum(own for own, _ in pairs), sum(asleep for _, asleep in pairs)
+
+    def _over_context(self, core: Attention, latent: int, step: _Step) -> list[Collective | None]:
+        """What context ranks send each other in one layer: queries, keys and values of prompts,
+        logarithms, and what each attended to, in fp32."""
+        replica, links = self.replica, self.links
+        cp, tp = replica.layout.cp, replica.layout.tp
+        if cp == 1:
+            return []
+        heads = max(1, core.heads // (1 if core.split == "outside" else tp))
+        cached = latent or replica._held(core) * (core.head_dim + core.value_dim)
+        found: list[Collective | None] = []
+        if step.prompt:
+            width = heads * core.head_dim + cached
+            sent = round(step.tokens * width * replica.state_bytes)
+            found.append(links.collective("all-gather", "cp", sent, cp))
+        found.append(links.collective("all-gather", "cp", round(4 * step.tokens * heads * cp), cp))
+        result = round(4 * step.tokens * heads * core.value_dim)
+        name = "reduce-scatter" if step.prompt else "all-reduce"
+        return [*found, links.collective(name, "cp", result, cp)]
 
     def _between(self, kind: str, tokens: float, *, whole: bool) -> float:
         """What lies between the products of a block, attention left out.
@@ -401,8 +434,12 @@ class MeasuredServing:
             one += rates.stream(6.0 * m * deep) + rates.stream(6.0 * m * wide)
         return reached * (one + self._called("linear"))
 
-    def _attention(self, core: Attention, step: _Step, held: float) -> float:
-        """One layer's, in a stage that holds so many bytes of weights."""
+    def _attention(self, core: Attention, latent: int, step: _Step, held: float) -> float:
+        """One layer's, in a stage that holds so many bytes of weights.
+
+        Rows that decode attend to latent vectors as to one key/value head that is as wide; what
+        makes queries and values fit them is priced as the product that expands keys and values.
+        """
         rates, replica = self.rates, self.replica
         heads = max(1, core.heads // (1 if core.split == "outside" else replica.layout.tp))
         kv_heads = replica._held(core)
@@ -410,24 +447,26 @@ class MeasuredServing:
         seen = max(1.0, min(step.context, core.window or step.context))
         attended = max(1.0, min(step.attended, core.window or step.attended))
         by_kernel = self._kernels and core.head_dim == core.value_dim
+        wide = dataclasses.replace(core, head_dim=latent, value_dim=latent) if latent else core
+        cached_heads = 1 if latent else kv_heads
         work = 0.0
         if not by_kernel:
             work += ATTENTION_CALLS * self._called("add") + ATTENTION_VIEWS * self._called("view")
-        if rows and by_kernel:
+        if rows and self._kernels and wide.head_dim == wide.value_dim:
             # What lies between two visits of a layer's keys is that of so many layers.
-            own = 8.0 * rows * kv_heads * seen * core.head_dim
+            own = 8.0 * rows * cached_heads * seen * wide.head_dim
             layers = max(1.0, held / own)
-            known = rates.kernel("decode", (rows, heads, kv_heads, seen, core.head_dim, layers))
+            known = rates.kernel("decode", (rows, heads, cached_heads, seen, wide.head_dim, layers))
             assert known is not None
             work += known[0]
         elif rows:
             blocks = rows * -(-seen // replica.block_size)
-            width = core.head_dim + core.value_dim
-            cached = rows * seen * kv_heads * width * replica.state_bytes
-            group = max(1, heads // kv_heads)
-            one = rates.product("nn", group, replica.block_size, core.head_dim)
-            other = rates.product("nn", group, core.value_dim, replica.block_size)
-            work += max(blocks * kv_heads * (one + other), rates.stream(cached))
+            width = wide.head_dim + wide.value_dim
+            cached = rows * seen * cached_heads * width * replica.state_bytes
+            group = max(1, heads // cached_heads)
+            one = rates.product("nn", group, replica.block_size, wide.head_dim)
+            other = rates.product("nn", group, wide.value_dim, replica.block_size)
+            work += max(blocks * cached_heads * (one + other), rates.stream(cached))
             work += rates.streams(SCORE_PASSES * rows * heads * seen * 4, SCORE_PASSES)
         if prompt:
             length = max(2, round(prompt))

@@ -50,7 +50,7 @@ TRAINING_STACK = "megatron-core"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingPrices:
-    """One replica: tp x pp (x attention_dp) GPUs that hold the model once.
+    """One replica: tp x pp x cp (x attention_dp) GPUs that hold the model once.
 
     Attributes:
         weight_bytes: on the fullest GPU.
@@ -157,6 +157,7 @@ def serving_prices(
     pp: int = 1,
     ep: int = 1,
     attention_dp: int = 1,
+    cp: int = 1,
     precision: str = "bf16",
     expert_precision: str | None = None,
     cache_precision: str | None = None,
@@ -172,6 +173,7 @@ def serving_prices(
         tp, pp, ep: tensor, pipeline and expert ranks; the replica has tp x pp x attention_dp GPUs,
             among whose ranks of one stage ep divides the experts, and tp the rest.
         attention_dp: ranks among which attention divides sequences instead of heads.
+        cp: ranks among which each sequence and its cache are divided.
         precision: of weights and products; `expert_precision`: of the experts', None: the same.
         cache_precision: of keys and values; None: 8 bits with fp8 and fp4 weights, else 16.
         engine: one of `serving_constants.engines()`; None: the default.
@@ -218,6 +220,7 @@ def serving_prices(
         few_bits=_floats(float(few)),
         platform=Platform(numbers, constants(name, TRAINING_STACK)),
         constants=found,
+        cp=_floats(cp),
     )
     tokens = int(
         found.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
@@ -226,10 +229,10 @@ def serving_prices(
         weight_bytes=float(weight_bytes(shape, replica)[0]),
         cache_bytes=float(cache_bytes(shape, replica)[0]),
         overhead_bytes=found.overhead_bytes
-        + activation_bytes(shape, tokens, tp)
-        + (COMMUNICATION_BYTES if tp * pp * attention_dp > 1 else 0.0),
+        + activation_bytes(shape, tokens // cp, tp)
+        + (COMMUNICATION_BYTES if tp * pp * attention_dp * cp > 1 else 0.0),
         memory=float(numbers.memory[0]),
-        gpus=tp * pp * attention_dp,
+        gpus=tp * pp * attention_dp * cp,
         stages=pp,
         max_num_batched_tokens=tokens,
         max_sequences=int(found.max_sequences),

@@ -21,7 +21,14 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.collectives import ALL_REDUCE, ALL_TO_ALL, group, point_to_point
+from hocket.cost.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    group,
+    point_to_point,
+)
 from hocket.cost.constants import Platform
 from hocket.cost.local import divided, together
 from hocket.cost.serving_constants import ServingConstants
@@ -66,6 +73,7 @@ class ReplicaColumns:
         flops: dense rate of products in their precision; few_bits: 1 where below 16 bits.
         platform: the machine, and the training constants that collectives need.
         constants: of GPU and engine.
+        cp: context ranks: each computes its part of a prompt and has its part of the cache.
     """
 
     tp: Floats
@@ -79,6 +87,7 @@ class ReplicaColumns:
     few_bits: Floats
     platform: Platform
     constants: ServingConstants
+    cp: Floats = dataclasses.field(default_factory=lambda: np.ones(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +137,7 @@ def cache_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
             elements, divided = cached_elements(core, block)
             ranks = np.minimum(at.tp, core.kv_heads) if divided else 1.0
             total = total + elements * at.cache / ranks
-    found: Floats = total * stage_layers(shape, at) / len(shape.layers) / at.attention_dp
+    found: Floats = total * stage_layers(shape, at) / len(shape.layers) / at.attention_dp / at.cp
     return found
 
 
@@ -141,6 +150,8 @@ def stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
 def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepParts:
     """Seconds of one step, see the head of the file."""
     constants = at.constants
+    # From here on of one rank: its part of the prompts, and every row that decodes.
+    load = dataclasses.replace(load, prefill_tokens=load.prefill_tokens / at.cp)
     tokens = load.prefill_tokens + load.decode_batch
     layers = np.zeros(np.broadcast(tokens, at.tp).shape)
     for kind in dict.fromkeys(shape.layers):
@@ -167,7 +178,7 @@ def _layer(shape: ModelShape, block: BlockShape, at: ReplicaColumns, load: StepL
     mine = tokens / at.attention_dp
     time = _products(shape, block, at, tokens)
     for core in block.attention:
-        time = time + _attention(core, block, at, load)
+        time = time + _attention(core, block, at, load) + _over_context(core, block, at, load)
     inside = sum(m.forward for m in block.memory_bound if m.split != "outside")
     outside = sum(m.forward for m in block.memory_bound if m.split == "outside")
     moved = ACTIVATION * mine * (inside / at.tp + outside)
@@ -246,11 +257,26 @@ def _attention(core: Attention, block: BlockShape, at: ReplicaColumns, load: Ste
     prompt = 2 * heads * width * pairs / (machine.flops * constants.prefill_rate)
     elements, by_heads = cached_elements(core, block)
     ranks = np.minimum(at.tp, core.kv_heads) if by_heads else 1.0
-    seen = load.decode_batch / at.attention_dp * np.minimum(load.decode_context, window)
+    seen = load.decode_batch / at.attention_dp / at.cp * np.minimum(load.decode_context, window)
     read = seen * elements * at.cache / ranks / (_bandwidth(at) * constants.cache_rate)
     absorbed = 2 * heads * 2 * elements * seen if not by_heads else 2 * heads * width * seen
     computed = absorbed / (machine.flops * constants.prefill_rate)
     found: Floats = prompt + np.maximum(read, computed)
+    return found
+
+
+def _over_context(core: Attention, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
+    """Seconds in which context ranks gather queries, keys and values of prompts, and sum what each
+    attended to, in fp32."""
+    heads = np.maximum(core.heads / at.tp, 1.0)
+    elements, by_heads = cached_elements(core, block)
+    ranks = np.minimum(at.tp, core.kv_heads) if by_heads else 1.0
+    tokens, result = load.prefill_tokens * at.cp, 4.0 * heads * core.value_dim
+    sent = ACTIVATION * tokens * (heads * core.head_dim + elements / ranks)
+    talk = group(ALL_GATHER, sent, at.cp, at.tp, at.platform)
+    talk = talk + group(REDUCE_SCATTER, tokens * result, at.cp, at.tp, at.platform)
+    talk = talk + group(ALL_REDUCE, load.decode_batch * result, at.cp, at.tp, at.platform)
+    found: Floats = np.where(at.cp > 1, talk, 0.0)
     return found
 
 

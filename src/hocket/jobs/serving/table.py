@@ -108,6 +108,12 @@ def emitted(plan: ServicePlan, tool: str) -> str:
     best = plan.best
     if best is None:
         raise OptionError(f"{plan.model}: there is no deployment to print")
+    if best.layout.cp > 1:
+        raise OptionError(
+            f"{tool} has no flag for the layout {best.layout}: each of its context ranks (cp) "
+            "has a part of every block",
+            hint="--emit hocket",
+        )
     entry = catalogue_entry(plan.model)
     kind = next(kind for kind in plan.kinds if kind.best is best)
     deployment = Deployment(

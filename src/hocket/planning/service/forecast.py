@@ -104,7 +104,7 @@ def forecast(
     service = problem.service
     prices = problem.prices(tp, pp, chunk)
     table = problem.table(tp, pp, chunk)
-    size = tp * pp * problem.ep
+    size = tp * pp * problem.ep * problem.cp
     gpus = size * replicas
     price = problem.gpu.price
     hourly = None if price is None else price * gpus
@@ -117,7 +117,7 @@ def forecast(
     at = service.percentile
     room = problem.cached_tokens(tp, pp, chunk)
     return ServiceForecast(
-        layout=Layout(dp=replicas * problem.ep, pp=pp, tp=tp, ep=problem.ep),
+        layout=Layout(dp=replicas * problem.ep, pp=pp, cp=problem.cp, tp=tp, ep=problem.ep),
         gpu=problem.gpu.name,
         cluster=problem.cluster.name,
         num_gpus=gpus,

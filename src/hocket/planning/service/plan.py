@@ -176,15 +176,22 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             than layers, more GPUs than there are, or a replica that holds no request.
     """
     tp, pp = layout.tp, layout.pp
-    plain = Layout(dp=layout.dp, pp=pp, tp=tp, ep=layout.ep)
+    plain = Layout(dp=layout.dp, pp=pp, cp=layout.cp, tp=tp, ep=layout.ep)
+    if layout.cp > 1 and layout.ep > 1:
+        raise LayoutError(
+            f"{layout}: a server has context ranks (cp) or experts over ranks (ep)",
+            hint=f"--layout {dataclasses.replace(plain, cp=1)}",
+        )
     if layout != plain or layout.ep not in {group.ep for group in problem.groups()}:
         raise LayoutError(
-            f"{layout}: serving has replicas (dp), tensor (tp), pipeline (pp) and, of a mixture, "
-            "expert (ep) parallelism alone",
+            f"{layout}: serving has replicas (dp), tensor (tp), pipeline (pp), context (cp) and, "
+            "of a mixture, expert (ep) parallelism alone",
             hint=f"--layout {dataclasses.replace(plain, ep=1)}",
         )
     _divides(problem, tp, pp)
     problem, replicas = problem.grouped(layout.ep), layout.dp // layout.ep
+    if layout.cp > 1:
+        problem = dataclasses.replace(problem, cp=layout.cp)
     chunk = usual_chunk(pp) if chunk is None else chunk
     if problem.sequences(tp, pp, chunk) < 1:
         prices = problem.prices(tp, pp, chunk)
@@ -200,7 +207,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
     one = candidate(problem, tp, pp, chunk)
     if replicas > most_replicas(problem, one):
         raise LayoutError(
-            f"{plain} needs {tp * pp * layout.dp} GPUs; {problem.cluster.name} holds "
+            f"{plain} needs {plain.world_size} GPUs; {problem.cluster.name} holds "
             f"{most_replicas(problem, one)} of its replicas",
             hint=f"--cluster {problem.gpu.name}",
         )

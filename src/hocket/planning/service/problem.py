@@ -59,6 +59,7 @@ class ServiceProblem:
     engine: str | None = None
     usable: float = 0.9
     ep: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         check_size(self.cluster)
@@ -187,7 +188,7 @@ class ServiceProblem:
         key = tp, pp, chunk
         if key not in self._known:
             node = self.cluster.node
-            nodes = max(1, math.ceil(tp * pp * self.ep / node.num_gpus))
+            nodes = max(1, math.ceil(tp * pp * self.ep * self.cp / node.num_gpus))
             rates = node.gpu.flops
             if "bf16" not in rates:  # prices are those of 16 bits, whichever they are
                 gpu = dataclasses.replace(node.gpu, flops={**rates, "bf16": rates["fp16"]})
@@ -199,6 +200,7 @@ class ServiceProblem:
                 pp=pp,
                 ep=self.ep,
                 attention_dp=self.ep,
+                cp=self.cp,
                 precision=self.precision,
                 cache_precision=self.cached_in,
                 engine=self.engine,

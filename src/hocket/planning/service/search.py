@@ -54,6 +54,7 @@ class Candidate:
             token is still within the goal.
         floor_ttft, floor_tpot: seconds of a request alone: no number of replicas is faster.
         ep: data ranks of the replica, over which its experts are divided.
+        cp: context ranks of the replica.
     """
 
     tp: int
@@ -64,11 +65,12 @@ class Candidate:
     floor_ttft: float
     floor_tpot: float
     ep: int = 1
+    cp: int = 1
 
     @property
     def size(self) -> int:
         """GPUs of the replica."""
-        return self.tp * self.pp * self.ep
+        return self.tp * self.pp * self.ep * self.cp
 
 
 def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candidate]:
@@ -102,6 +104,7 @@ def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidat
         floor_ttft=floor_ttft,
         floor_tpot=floor_tpot,
         ep=problem.ep,
+        cp=problem.cp,
     )
 
 
