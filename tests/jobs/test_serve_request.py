@@ -73,7 +73,7 @@ def test_a_layout_far_above_what_works_names_the_nearest_that_does(where: Path) 
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"layout": "cp2"}, LayoutError, "cp is 2"),
+        ({"layout": "cp3"}, OptionError, "do not divide over cp 3"),
         ({"layout": "dp2:zero=1"}, LayoutError, "zero is 1"),
         ({"layout": "dp2:recompute=full,recompute_layers=2"}, LayoutError, "recompute is full"),
         ({"layout": "dp2:data_parallel=threads"}, LayoutError, "threads"),

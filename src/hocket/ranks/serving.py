@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.ranks.doors import Doors
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.serving import snapshots_of
 from hocket.spec.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -190,7 +191,9 @@ def build_part(
     spec = dataclasses.replace(spec, options=paged)
     _, skeleton, _, parallel = build_model(spec, mesh, schedule)
     (stage,) = parallel.stages
-    plans, lookahead = depth_of(depth, mesh.axis("pp").size, mesh.device.type)
+    cp = mesh.axis("cp")
+    ahead = None if cp.size == 1 else depth or mesh.axis("pp").size  # no graphs to launch early
+    plans, lookahead = depth_of(depth or ahead, mesh.axis("pp").size, mesh.device.type)
     runner = StageRunner(
         stage,
         mesh,
@@ -203,6 +206,9 @@ def build_part(
         lookahead=lookahead,
     )
     block_size = runner.block_size
+    recurrent = has_states(runner)
+    if recurrent and not options.no_prefix_cache:
+        runner.num_snapshots = snapshots_of(rows)
     # More than twice every row at its longest would only remember very old prompts.
     most = 2 * rows * -(-longest // block_size)
     num_blocks = agreed_blocks(options, runner, most)
@@ -217,7 +223,7 @@ def build_part(
     config: Any = skeleton.config
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
     sampler: Sampler | DeviceSampler | None = None
-    if stage.is_last:
+    if stage.is_last and cp.index == 0:
         found = Vocabulary.of(stage, mesh)
         structures = None
         if words is not None and found.axis.index == 0:
@@ -245,15 +251,30 @@ def build_part(
         plan_tokens=PLAN_TOKENS[mesh.device.type],
         max_queue=options.max_queue,
         prefix_cache=not options.no_prefix_cache,
+        num_snapshots=runner.num_snapshots if recurrent else None,
         vocab_size=vocab_size,
     )
     weights = sum(p.numel() * p.element_size() for p in stage.module.parameters())
     said = {
-        "memory": {"weights": weights, "cache": num_blocks * runner.bytes_per_block},
+        "memory": {
+            "weights": weights,
+            "cache": num_blocks * runner.bytes_per_block + runner.state_bytes,
+        },
         "attention": runner.attention_json(),
         "graphs": runner.graphs_json(),
     }
     return part, limits, said
+
+
+def has_states(runner: StageRunner) -> bool:
+    """Whether any stage of the replica has recurrent layers."""
+    import torch
+
+    from hocket.runtime.collectives import all_reduce
+
+    found = torch.tensor(int(bool(runner.states)), device=runner.device)
+    all_reduce(found, runner.mesh.axis("world"), runner.mesh.recorder, op="max")
+    return bool(found)
 
 
 def _structures(spec: RunSpec, words: dict[str, Any], vocab_size: int) -> Structures | None:
@@ -286,18 +307,36 @@ def agreed_blocks(options: ServeOptions, runner: StageRunner, most: int) -> int:
     from hocket.runtime.collectives import all_reduce
     from hocket.serving.engine.memory import cache_bytes, require_room
 
-    mesh, each = runner.mesh, runner.bytes_per_block
+    mesh, each, states = runner.mesh, runner.bytes_per_block, runner.state_bytes
     if options.num_blocks is not None:
         count = options.num_blocks
     elif options.cache_memory is not None:
-        count = int(parse_bytes(options.cache_memory)) // each
+        room = int(parse_bytes(options.cache_memory))
+        _require_states(runner, room)
+        count = (room - states) // each if each else most
     else:
-        count = min(most, cache_bytes(runner, mesh.world_size) // each)
+        room = cache_bytes(runner, mesh.world_size)
+        _require_states(runner, room)
+        count = min(most, (room - states) // each if each else most)
     if runner.device.type == "cpu":  # before any rank has taken its own: they agree below
-        require_room(count * each, mesh.world_size)
+        require_room(count * each + states, mesh.world_size)
     least = torch.tensor(min(count, 2**31 - 1), device=mesh.device)
     all_reduce(least, mesh.axis("world"), mesh.recorder, op="min")
     return int(least)
+
+
+def _require_states(runner: StageRunner, room: int) -> None:
+    """Raise OptionError if a cache of `room` bytes does not hold all requests' recurrent states."""
+    each, rows = runner.states.bytes_per_slot, runner.max_num_seqs
+    if runner.state_bytes <= room:
+        return
+    fit = next((n for n in range(rows, 0, -1) if (n + 1 + snapshots_of(n)) * each < room), 1)
+    raise OptionError(
+        f"{rows} requests at once have recurrent states of {format_bytes(each)} each, "
+        f"{format_bytes(runner.state_bytes)} with {runner.num_snapshots} snapshots for the prefix "
+        f"cache; the cache of a rank may take {format_bytes(room)}",
+        hint=f"--max-num-seqs {fit}, or --no-prefix-cache, or more --cache-memory",
+    )
 
 
 def keep_timeline(

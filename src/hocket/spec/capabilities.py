@@ -53,7 +53,6 @@ TABLE = (
 """Fields that are not here run with any value that a layout can have."""
 
 SERVING = (
-    Capability(field="cp", runs=(1,), instead="keeps each sequence whole on a stage"),
     TABLE[0],
     Capability(field="zero", runs=(0,), instead="has no optimizer in a server"),
     Capability(field="shard", runs=(None,), instead="has no optimizer in a server"),

@@ -88,3 +88,9 @@ def replica_layout(layout: Layout) -> Layout:
 def num_replicas(layout: Layout) -> int:
     """Replicas of a server of this layout."""
     return layout.dp // replica_layout(layout).dp
+
+
+def snapshots_of(max_num_seqs: int) -> int:
+    """Snapshots of recurrent states that a replica keeps for its prefix cache: one for every two
+    requests that run at once, at least 4."""
+    return max(4, max_num_seqs // 2)

@@ -174,7 +174,7 @@ def build_model(
     if mesh.device.type == "cuda":
         choose_kernels_on_cuda(skeleton, asked=options.attention)
         group_experts()
-    if spec.layout.cp > 1:
+    if spec.layout.cp > 1 and spec.command != "serve":  # whose attention has ranks of its own
         over_context_ranks(skeleton, plan)
     parallel = parallelize(
         skeleton,

@@ -24,7 +24,7 @@ def require_answers(
     from hocket.jobs.serving import check
 
     replica = replica_layout(
-        Layout(dp=layout.dp, pp=layout.pp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+        Layout(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
     )
     if replica.world_size == 1:
         return known

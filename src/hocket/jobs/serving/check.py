@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import tempfile
@@ -180,15 +181,20 @@ def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
     from hocket.models.dimensions import dimensions
 
     model = dimensions(config)
-    pp = min(layout.pp, model.num_layers)
+    pp, cp = min(layout.pp, model.num_layers), math.gcd(layout.cp, BLOCK["cpu"])
     for tp, ep in itertools.product(_up_to(layout.tp), _up_to(layout.ep)):
         try:
             found = replica_layout(
                 Layout(
-                    dp=ep if layout.etp is None else layout.dp, pp=pp, tp=tp, ep=ep, etp=layout.etp
+                    dp=ep if layout.etp is None else layout.dp,
+                    pp=pp,
+                    cp=cp,
+                    tp=tp,
+                    ep=ep,
+                    etp=layout.etp,
                 )
             )
-            validate(model, found, Workload(seq_len=2, global_batch=1))
+            validate(model, found, Workload(seq_len=2 * found.cp, global_batch=1))
         except LayoutError:
             continue
         return found
@@ -350,7 +356,7 @@ def _prompts(vocab_size: int, size: CheckedSizes) -> dict[str, list[list[int]]]:
     return {
         "alone": alone,
         "batching": batch,
-        "prefix reuse": [known, known[: 2 * len(known) // 3] + prompt(3)],
+        "prefix reuse": [known, known, *(known[: 2 * len(known) // 3] + prompt(3) for _ in "ab")],
         "preemption": [prompt(budget // 2 + row) for row in range(CROWD)],
     }
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults, precision
 from hocket.jobs.request import JobRequest, request
+from hocket.jobs.serving import context
 from hocket.jobs.serving.joined import world
 from hocket.spec import renamed
 from hocket.spec.capabilities import absent
@@ -93,7 +94,7 @@ class PreparedServer:
     def spec(self, *, replica: bool = False) -> RunSpec:
         """All of it as the run folder keeps it; or as the ranks of one replica are told."""
         workload = Workload(
-            seq_len=min(2, self.options.max_model_len or 2),
+            seq_len=2 * self.layout.cp,
             global_batch=self.replica.dp if replica else self.layout.dp,
             dtype=self.request.workload.dtype,
         )
@@ -152,6 +153,7 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
         )
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
     sizes = _sizes(options, source, device)
+    context.require_divided_blocks(sizes.block_size or BLOCK_SIZE, layout)
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
     keys, warnings = _keys(options)
     if options.chat_template_file is not None:
@@ -194,7 +196,9 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
     if rows:
         plain = dataclasses.replace(layout, **{row.field: row.runs[0] for row in rows})
         raise LayoutError(rows[0].reason(layout), hint=f"--layout {plain.axes_text()}")
-    found = validate(source.dimensions, layout, Workload(seq_len=2, global_batch=layout.dp))
+    context.require_whole_experts(layout)
+    workload = Workload(seq_len=2 * layout.cp, global_batch=layout.dp)
+    found = validate(source.dimensions, layout, workload)
     if isinstance(layout.pipeline_split, tuple) and 0 in layout.pipeline_split:
         layers, stages = source.dimensions.num_layers, layout.num_stages
         # The runtime trains over a stage that is empty; one that serves is told by its cache.

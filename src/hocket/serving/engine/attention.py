@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from hocket.models.latent import LatentHeads, heads_of
 from hocket.models.skeleton import register_attention
 from hocket.spec.errors import ModelError
 
@@ -47,6 +48,13 @@ class Attending(Protocol):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
     ) -> Tensor:
         """Query [1, A, T, D], key and value [1, K, T, D]; returns [1, T, A, D of the value]."""
+
+
+class LatentAttending(Attending, Protocol):
+    """What also attends in layers whose latent vectors are cached."""
+
+    def attend_latent(self, heads: LatentHeads, query: Tensor, options: Options) -> Tensor:
+        """As `attend`, to the latent vectors (`heads.taken`) and those before them."""
 
 
 _active: Attending | None = None
@@ -105,6 +113,10 @@ def paged_attention(  # noqa: PLR0917  as transformers calls it
     if others or attention_mask is not None:
         _refuse(module, attention_mask, others)
     options = Options(scaling, sliding_window or None, softcap or None, s_aux)
+    latent = heads_of(module)
+    if latent is not None:
+        both = cast("LatentAttending", _active)
+        return both.attend_latent(latent, query, options), None
     return _active.attend(module, query, key, value, options), None
 
 

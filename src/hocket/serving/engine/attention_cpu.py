@@ -27,6 +27,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from hocket.models.latent import LatentHeads
 from hocket.runtime.native.kernels import CpuKernels, fits
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import (
@@ -170,6 +171,30 @@ class CpuAttention:
                 continue
             own = (query[:, :, where], key[:, :, where], value[:, :, where])
             out[where] = attend_chunk(chunk, own, keys, values, options)
+        return out.unsqueeze(0)
+
+    def attend_latent(self, heads: LatentHeads, query: Tensor, options: Options) -> Tensor:
+        """Write the new latent vectors, attend with query [1, A, T, D]: rows that decode to the
+        vectors themselves, chunks of prompts to the keys and values that they expand to."""
+        layer, self._layer = self._layer, self._layer + 1
+        pool, kernels, num_decode = self.cache.keys[layer], self._kernels, self.step.num_decode
+        pool.view(-1, heads.width).index_copy_(0, self.step.places, heads.taken())
+        out = query.new_empty(query.shape[2], query.shape[1], heads.value_size)
+        if num_decode:
+            q = heads.absorb(query[0, :, :num_decode]).transpose(0, 1)
+            if kernels is not None and options.softcap is None and fits(q, pool):
+                # The rotary entries are weighted too, and dropped: one pool is read.
+                mixed = self._by_kernel(kernels, q, pool, pool, options)[..., : heads.latent_size]
+            else:
+                mixed = self._decode(q, pool, self.cache.values[layer], options)
+            out[:num_decode] = heads.read(mixed.transpose(0, 1)).transpose(0, 1)
+        for chunk in self.step.chunks:
+            where = slice(chunk.first, chunk.first + chunk.count)
+            cached = pool.index_select(0, chunk.blocks).view(-1, heads.width)
+            keys, values = (x[None] for x in heads.expand(cached[: chunk.start + chunk.count]))
+            new = (query[:, :, where], keys[:, :, chunk.start :], values[:, :, chunk.start :])
+            whole = dataclasses.replace(chunk, blocks=torch.zeros(1, dtype=torch.long))
+            out[where] = attend_chunk(whole, new, keys, values, options)
         return out.unsqueeze(0)
 
     def whole_layer(

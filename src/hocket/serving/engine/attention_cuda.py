@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hocket.models.latent import LatentHeads
+from hocket.serving.engine import attention_latent
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_kernels import KernelRow, LayerKind
 from hocket.serving.engine.cache import PagedCache
@@ -56,10 +58,22 @@ class CudaAttention:
         q = query[0].transpose(0, 1)
         return attend(self.kernels[layer], q, pools, self.step, options).unsqueeze(0)
 
+    def attend_latent(self, heads: LatentHeads, query: Tensor, options: Options) -> Tensor:
+        """Write the new latent vectors, attend to them with query [1, A, T, D]."""
+        layer, self._layer = self._layer, self._layer + 1
+        pool, step = self.cache.keys[layer], self.step
+        pool.view(-1, heads.width).index_copy_(0, step.places, heads.taken())
+        return attention_latent.attend(heads, query[0], pool, step, options).unsqueeze(0)
+
 
 def attend(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options) -> Tensor:
     """Query [T, A, D] to [T, A, D of the value], all rows at once, by the kernel of this name."""
     keys, values = pools
+    if name == "latent":
+        mixed = attention_latent.attend_absorbed(
+            q.transpose(0, 1), keys, step, options, values.shape[-1]
+        )
+        return mixed.transpose(0, 1)
     handed = (keys, values, step.tables, step.lengths, step.begins)  # as pointers
     assert all(x.is_contiguous() for x in handed)
     assert all(x.dtype == torch.int32 for x in handed[2:])
@@ -149,6 +163,7 @@ class Trial:
         )
         pools = cache.keys[0], cache.values[0]
         found = attend(kernel.name, q, pools, step, options)
+        pools = cache.keys[0], cache.values[0].contiguous()
         wanted = attend("reference", q, pools, step, options)
         return float((found.float() - wanted.float()).abs().max().nan_to_num(nan=torch.inf))
 
@@ -171,6 +186,8 @@ def trial_step(block_size: int, device: torch.device) -> DeviceStep:
         tables=ints([[5, 1, 6], [3, 2, 0], [7, 0, 0]]),
         most=4,
         longest=max(lengths),
+        slots=nothing[:3],
+        chunks=[(2, 4, 5)],
     )
 
 

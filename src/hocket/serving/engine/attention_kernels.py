@@ -7,6 +7,8 @@
     fa2      flash-attention 2, built into torch; blocks of a multiple of 256 tokens
     triton   `runtime.triton.paged_attention`: fp32, soft caps, attention sinks, keys and values of
              different sizes, any block of a multiple of 16 tokens
+    latent   torch's operations over latent vectors (`attention_latent`), for the layers that cache
+             them
 
 The table `KERNELS` is in order of preference: a library that others maintain first. A kernel that
 the table allows is tried once on each rank, with a small batch whose result is known. The block
@@ -31,6 +33,7 @@ import torch
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.cache import LayerShape
 from hocket.spec.errors import ModelError
+from hocket.spec.serving import BLOCK_SIZE
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -61,6 +64,7 @@ class LayerKind:
             size += f"/{shape.value_size}"
         words = [f"{shape.num_heads}:{shape.num_kv_heads} heads of {size}", str(shape.dtype)[6:]]
         words += [f"window {self.window}"] if self.window else []
+        words += ["latent"] if shape.latent else []
         words += ["soft cap"] if self.softcap else []
         words += ["sinks"] if self.sinks else []
         return ", ".join(words)
@@ -109,6 +113,7 @@ class KernelRow:
         preferred: block that is chosen where nothing else decides.
         head: head sizes must be a multiple of it; `largest_head`: at most this.
         softcap, sinks, unequal: whether it takes them (unequal: other values than keys).
+        latent: whether it reads latent vectors, and nothing else.
     """
 
     name: str
@@ -124,6 +129,7 @@ class KernelRow:
     softcap: bool = False
     sinks: bool = False
     unequal: bool = False
+    latent: bool = False
 
     @property
     def flash(self) -> bool:
@@ -136,6 +142,8 @@ class KernelRow:
         """Why it cannot attend for these layers; None if it can."""
         major, minor = accelerator.capability
         shape = kind.shape
+        if shape.latent != self.latent:
+            return "reads keys and values" if shape.latent else "reads latent vectors"
         if self.majors and major not in self.majors:
             return f"runs on compute capability {_or(self.majors)}.x, not {major}.{minor}"
         if accelerator.capability < self.least:
@@ -180,6 +188,10 @@ KERNELS = (
     KernelRow(
         name="triton", least=(8, 0), module="triton", dtypes=(*_HALF, torch.float32),
         block=16, preferred=16, head=1, softcap=True, sinks=True, unequal=True,
+    ),
+    KernelRow(
+        name="latent", least=(0, 0), dtypes=(*_HALF, torch.float32), block=1, preferred=16, head=1,
+        largest_head=1 << 16, softcap=True, sinks=True, unequal=True, latent=True,
     ),
 )  # fmt: skip
 
@@ -271,7 +283,8 @@ def choose(
                 rejected[kernel.name] = reason
             else:
                 raise _none(kind, rejected, block_size)
-        size = block_size or math.lcm(*(kernel.preferred for kernel, _ in picked))
+        preferred = [kernel.preferred for kernel, _ in picked] or [BLOCK_SIZE]
+        size = block_size or math.lcm(*preferred)
         flash = next((kernel for kernel, _ in picked if kernel.flash), None)
         for kernel, one in picked:
             why: str | None

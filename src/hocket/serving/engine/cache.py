@@ -29,6 +29,8 @@ class LayerShape:
         num_kv_heads: key/value heads of this rank.
         key_size, value_size: of one head; they differ under multi-head latent attention.
         dtype: of both.
+        latent: whether a token leaves one vector that all heads read: a latent vector, which is the
+            value, and a rotary key after it (`models.latent`).
     """
 
     num_heads: int
@@ -36,14 +38,11 @@ class LayerShape:
     key_size: int
     value_size: int
     dtype: torch.dtype
+    latent: bool = False
 
     def bytes_per_block(self, block_size: int) -> int:
-        return (
-            block_size
-            * self.num_kv_heads
-            * (self.key_size + self.value_size)
-            * (self.dtype.itemsize)
-        )
+        width = self.key_size + (0 if self.latent else self.value_size)
+        return block_size * self.num_kv_heads * width * self.dtype.itemsize
 
 
 class PagedCache:
@@ -52,7 +51,7 @@ class PagedCache:
     Attributes:
         block_size: tokens of a block.
         num_blocks: blocks that were allocated.
-        keys, values: per layer.
+        keys, values: per layer; latent values are the first entries of the keys.
         heads_first: whether a block is [K, block, D] (CPU) or [block, K, D] (CUDA).
     """
 
@@ -73,7 +72,10 @@ class PagedCache:
         # Zeros: a block is attended whole, with the weight of what was never written at zero,
         # and zero times what happened to lie there is only zero if that was a number.
         self.keys = [self._pool(layer, layer.key_size) for layer in self.layers]
-        self.values = [self._pool(layer, layer.value_size) for layer in self.layers]
+        self.values = [
+            key[..., : layer.value_size] if layer.latent else self._pool(layer, layer.value_size)
+            for layer, key in zip(self.layers, self.keys, strict=True)
+        ]
 
     def _pool(self, layer: LayerShape, width: int) -> Tensor:
         middle = (layer.num_kv_heads, self.block_size)

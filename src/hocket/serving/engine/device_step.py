@@ -14,6 +14,7 @@ Legend: T tokens of the step, R rows, N rows of logits.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ class DeviceStep:
         lengths: [R] int32, tokens that each row's last token attends to.
         tables: [R, W] int32, contiguous; W covers the longest row.
         most: tokens of the row that has most. longest: upper bound of the lengths.
+        slots: [R] int64, of each row; None where nothing asks for them.
+        chunks: of the rows after those that decode: first token, tokens, and tokens that the last
+            of them attends to.
     """
 
     tokens: Tensor
@@ -45,6 +49,8 @@ class DeviceStep:
     tables: Tensor
     most: int
     longest: int
+    slots: Tensor | None = None
+    chunks: Sequence[tuple[int, int, int]] = ()
 
 
 class HostStep:
@@ -52,7 +58,7 @@ class HostStep:
 
     Attributes:
         rows: R, without padding. decode: whether every row adds one token.
-        num_decode: rows that add one token; they come first.
+        num_decode: rows that add one token; they come first. chunks: as `DeviceStep` has them.
         width: blocks of the longest row.
     """
 
@@ -92,6 +98,11 @@ class HostStep:
             first += row.count
             self.begins.append(first)
         assert first == len(plan.tokens), (first, len(plan.tokens))
+        self.chunks = [
+            (begin, row.count, length)
+            for begin, row, length in zip(self.begins, rows, self.lengths, strict=False)
+            if row.count > 1
+        ]
 
     @classmethod
     def padding(cls, rows: int, spare_slot: int, spare_place: int) -> HostStep:
@@ -256,5 +267,5 @@ class DeviceTables:
         tables = self.table[:, : width or step.width].index_select(0, slots)
         return DeviceStep(
             tokens, columns.positions, columns.places, columns.wanted, columns.begins,
-            columns.lengths, tables, step.most, longest,
+            columns.lengths, tables, step.most, longest, slots, step.chunks,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """Which models can be served from pages, and why another cannot.
 
 A model fits if all that its layers keep of earlier tokens is what they hand to transformers'
-attention interface: keys and values. Recurrent and convolutional layers keep a state of another
-kind, and some families compute attention themselves. What cannot be seen in the modules shows on
+attention interface, keys and values, and what they hand to transformers' cache as convolution and
+recurrent states. Some layers keep something of another kind, and some families compute attention
+themselves. What cannot be seen in the modules shows on
 its proxy model: served in chunks, from scattered, shared blocks, preempted and restarted, it must
 give the logits of a plain forward.
 """
@@ -25,7 +26,7 @@ from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.runner import StageRunner
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import ALL, BatchRow, StepPlan
+from hocket.serving.scheduling.step import ALL, BatchRow, Snapshot, StepPlan
 from hocket.spec.errors import HocketError, ModelError
 
 __all__ = ["no_attention", "refuse", "self_check"]
@@ -105,6 +106,7 @@ def _compare(proxy: ProxyModel, plain: Any, module: nn.Module) -> float:
         Stage(module), Mesh.single(), proxy.config, block_size=_BLOCK, max_num_seqs=len(sequences),
         max_num_batched_tokens=64, max_model_len=longest + _BLOCK,
     )  # fmt: skip
+    runner.num_snapshots = 1
     runner.allocate(48)
     expected = [
         plain(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences
@@ -162,6 +164,7 @@ class _Served:
                 continue
             rows: list[BatchRow] = []
             tokens: list[int] = []
+            snapshots: list[Snapshot] = []
             for slot in sorted(counts, key=lambda slot: counts[slot] != 1):
                 count, done = counts[slot], self.done[slot]
                 need = -(-(done + count) // _BLOCK) - len(self.blocks[slot])
@@ -169,10 +172,14 @@ class _Served:
                 self.blocks[slot] += new
                 if slot == lent and shared:
                     new = shared + new
+                    snapshots.append(Snapshot(len(rows), load=0))
+                if slot == 0 and done < 3 * _BLOCK <= done + count:
+                    snapshots.append(Snapshot(len(rows), save=0, cut=3 * _BLOCK - done))
                 rows.append(BatchRow(slot, done, count, ALL, new))
                 tokens += self.sequences[slot][done : done + count]
                 self.done[slot] += count
-            logits = self.runner.run(StepPlan(number, rows, tokens, admissions, released))
+            plan = StepPlan(number, rows, tokens, admissions, released, snapshots)
+            logits = self.runner.run(plan)
             at = 0
             for row in rows:
                 want = expected[row.slot][row.start : row.start + row.count]

@@ -66,7 +66,8 @@ def graph_bytes(runner: StageRunner) -> int:
     torch.cuda.empty_cache()
     if not found:
         return 0
-    return found[0] + found[-1] * (runner.num_graphs - 1)
+    # Recurrent states, which are there while graphs are captured, are none of theirs.
+    return max(0, found[0] - runner.state_bytes) + found[-1] * (runner.num_graphs - 1)
 
 
 def require_room(wanted: int, ranks_here: int) -> None:

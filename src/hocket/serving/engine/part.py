@@ -41,6 +41,8 @@ class RunnerProtocol(Protocol):
 
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor: ...
 
+    def num_tokens(self, plan: StepPlan) -> int: ...
+
 
 class SamplerProtocol(Protocol):
     """Tokens from logits (`engine.sampler.Sampler`)."""
@@ -55,7 +57,8 @@ class StagePart:
 
     Args:
         runner: of this rank's stage.
-        sampler: on the last stage; a `DeviceSampler`'s results are collected.
+        sampler: on the last stage, of its first context rank; a `DeviceSampler`'s results are
+            collected.
         mesh: the replica's ranks.
         hidden_size, dtype: of what travels between stages.
         depth: plans in flight: a send that so many plans have followed has been received.
@@ -76,7 +79,7 @@ class StagePart:
         self.recorder = mesh.recorder
         self.stage = self.axis.index
         self.is_last = self.stage == self.axis.size - 1
-        assert (sampler is not None) == self.is_last
+        assert (sampler is not None) == (self.is_last and mesh.axis("cp").index == 0)
         self.hidden_size, self.dtype, self.depth = hidden_size, dtype, depth
         # NCCL runs the messages of a communicator in the order in which they are enqueued: behind
         # the receive of a later plan, the send of this one would wait for the stage before.
@@ -97,8 +100,9 @@ class StagePart:
 
     def _post(self, plan: StepPlan) -> None:
         hidden = torch.empty(
-            1, len(plan.tokens), self.hidden_size, dtype=self.dtype, device=self.mesh.device
-        )
+            1, self.runner.num_tokens(plan), self.hidden_size, dtype=self.dtype,
+            device=self.mesh.device,
+        )  # fmt: skip
         work = irecv(hidden, self.axis, self.stage - 1, self.recorder)
         self._posted.append((plan.number, work, hidden))
 
@@ -114,8 +118,10 @@ class StagePart:
         start = self.recorder.mark()
         output = self.runner.run(plan, hidden)
         self._note(start, "compute", FORWARD, plan.number)
-        if self.sampler is None:
+        if not self.is_last:
             self._send(output, plan.number)
+            return None
+        if self.sampler is None:
             return None
         start = self.recorder.mark()
         result: StepResult | Sampled | None = None

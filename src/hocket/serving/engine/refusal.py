@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from hocket.models.recurrent import mixers
 from hocket.runtime.pipeline.cut import Missing
 from hocket.spec.errors import ModelError
 
@@ -27,7 +28,8 @@ _KEEPS = {
 
 
 def refuse(config: Any, module: nn.Module, max_model_len: int | None = None) -> None:
-    """Refuse a model whose layers keep something else than keys and values, by its modules.
+    """Refuse a model whose layers keep something else than keys and values, or states that
+    `models.recurrent` can set, by its modules.
 
     Args:
         config: the model's configuration.
@@ -42,10 +44,16 @@ def refuse(config: Any, module: nn.Module, max_model_len: int | None = None) -> 
         raise ModelError(
             f"{kind!r} is an encoder and a decoder; hocket serves models of one stack of layers"
         )
-    for child in module.modules():
+    served = tuple(mixers(module))
+    family = type(module).__name__.partition("For")[0]
+    for path, child in module.named_modules():
         name = type(child).__name__
-        if isinstance(child, Missing) or "ForCausalLM" in name:
+        if isinstance(child, Missing) or "ForCausalLM" in name or "Norm" in name:
             continue
+        if any(f"{one}.".startswith(f"{path}.") or path.startswith(f"{one}.") for one in served):
+            continue  # recurrent states have slots of their own (`engine.states`)
+        if name == f"{family}Attention":
+            continue  # that of KimiLinear, say, is no linear attention
         for part, what in _KEEPS.items():
             if part in name:
                 raise ModelError(

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.collectives import all_reduce
+from hocket.models.latent import take_latents
+from hocket.runtime.collectives import all_gather, all_reduce
 from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.native.kernels import CpuKernels
 from hocket.runtime.native.sums import Sums, use_sums
 from hocket.runtime.pipeline.stage import Stage
-from hocket.serving.engine.attention import Options, attending
+from hocket.serving.engine.attention import attending
+from hocket.serving.engine.attention_context import ContextAttention, ContextStep, local_tokens
 from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
 from hocket.serving.engine.attention_cuda import CudaAttention, Trial
 from hocket.serving.engine.attention_kernels import (
@@ -39,7 +41,7 @@ from hocket.serving.engine.attention_kernels import (
 )
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.bf16_weights import can_be_half, compute_in_fp32, multiply_by_halves
-from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
+from hocket.serving.engine.cache import BlockTables, PagedCache, bytes_per_block
 from hocket.serving.engine.device_step import DeviceStep, DeviceTables
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
@@ -51,7 +53,10 @@ from hocket.serving.engine.projections import (
     unmerge_wasted,
 )
 from hocket.serving.engine.refusal import no_attention, refuse
+from hocket.serving.engine.states import RecurrentStates, StateStep
+from hocket.serving.engine.watch import Watch, unplaced
 from hocket.serving.scheduling.step import StepPlan
+from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.serving import BLOCK_SIZE
 
 _WIDE = 1_500_000
@@ -60,6 +65,7 @@ cores a product of 235,000 weights took as long with one row and less with eight
 
 
 _EXPERTS = "experts over ranks: the host reads how many rows go where"
+_CONTEXT = "context ranks: which keys are whose is settled on the host"
 """Why a step is not captured."""
 
 Chooser = Callable[["Sequence[LayerKind]", "int | None"], Choice]
@@ -87,6 +93,8 @@ class StageRunner:
 
     Attributes:
         layers: the shape of what each attention layer of the stage keeps, in calling order.
+        states: what its recurrent layers keep. num_snapshots: copies of them that `allocate` makes
+            room for, for the prefix cache.
         kinds: what each of them asks of a kernel.
         dtype: of what travels between stages, and of the cache.
         half: whether weights are in bfloat16 and the rest is in fp32.
@@ -120,6 +128,8 @@ class StageRunner:
         self.max_model_len = max_model_len
         refuse(config, stage.module, max_model_len)
         stage.module.eval().requires_grad_(False)
+        self.states = RecurrentStates(stage.module)
+        self.num_snapshots = 0
         merges = merge_projections(stage.module)
         self._keeps = stage.is_last and "logits_to_keep" in (
             inspect.signature(stage.module.forward).parameters
@@ -136,10 +146,15 @@ class StageRunner:
         self.dtype = torch.float32 if self.half else stage.dtype
         if self.half:
             compute_in_fp32(stage.module)
+        take_latents(stage.module, self.dtype if self.half else None)
         self.kinds = self._watch()
         self.layers = [kind.shape for kind in self.kinds]
         self.block_size = block_size or BLOCK_SIZE
-        if chooser is None and self.device.type != "cpu":
+        self.context = mesh.axis("cp")
+        if self.context.size > 1:
+            self._over_context_ranks()
+            chooser = None
+        elif chooser is None and self.device.type != "cpu":
             chooser = self._by_trial
         if chooser is not None:
             self.choice = self._agreed(chooser, block_size)
@@ -149,7 +164,7 @@ class StageRunner:
         unmerge_wasted(merges)
         if self.half:
             multiply_by_halves(stage.module)
-        if self.choice is None:
+        if self.choice is None and self.device.type == "cpu":
             lay_inputs_first(stage.module)
             in_large_pages(stage.module.parameters())
             self._kernels = CpuKernels.load()
@@ -164,6 +179,22 @@ class StageRunner:
                     use_sums(stage.module, sums)
                 fuse_layers(stage.module, self._kernels)
         self._remembered: Remembered = {}
+
+    def _over_context_ranks(self) -> None:
+        """Raise for what does not go over context ranks."""
+        ranks = self.context.size
+        if self.states:
+            kind = getattr(self.config, "model_type", type(self.stage.module).__name__)
+            raise ModelError(
+                f"{kind!r} keeps recurrent states, which pass from token to token: its prompts do "
+                f"not split over cp {ranks}",
+                hint="cp1",
+            )
+        if self.block_size % ranks:
+            raise OptionError(
+                f"blocks of {self.block_size} tokens do not divide over cp {ranks}",
+                hint=f"--block-size {ranks * max(1, self.block_size // ranks)}",
+            )
 
     def _halved(self) -> bool:
         """Whether all ranks keep weights in bfloat16 under a computation in fp32."""
@@ -195,7 +226,7 @@ class StageRunner:
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block takes on this rank, in all of the stage's layers."""
-        return bytes_per_block(self.layers, self.block_size)
+        return bytes_per_block(self.layers, self.block_size // self.context.size)
 
     def attention_json(self) -> list[dict[str, Any]]:
         """The kernel of each kind of layer and why, as plain data."""
@@ -211,13 +242,22 @@ class StageRunner:
     def graphs_json(self) -> dict[str, Any]:
         """Sizes of the captured decode steps, and why there are none, as plain data."""
         if self.graphs is None:
-            return {"sizes": [], "reason": "a CPU has no graphs"}
+            reason = "a CPU has no graphs" if self.device.type == "cpu" else _CONTEXT
+            return {"sizes": [], "reason": reason}
         return {"sizes": self.graphs.captured, "reason": self.graphs.reason}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent states: of every slot, of padding and of `num_snapshots`."""
+        return self.states.bytes_per_slot * (self.max_num_seqs + 1 + self.num_snapshots)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the cache, once; on CUDA also capture decode in graphs."""
         if self.choice is None:
-            self.cache = PagedCache(self.layers, num_blocks, self.block_size, self.device)
+            self.states.allocate(self.max_num_seqs, self.num_snapshots, self.device)
+            part = self.block_size // self.context.size
+            first = None if self.context.size == 1 else False
+            self.cache = PagedCache(self.layers, num_blocks, part, self.device, heads_first=first)
             return
         self.capture(num_blocks)
 
@@ -253,6 +293,7 @@ class StageRunner:
             spare_block=num_blocks,
             device=self.device,
         )
+        self.states.allocate(self.max_num_seqs, self.num_snapshots, self.device)
 
     def _decode_graphs(self) -> DecodeGraphs:
         assert self._device_tables is not None
@@ -283,6 +324,7 @@ class StageRunner:
     def drop_trial(self) -> None:
         """Give back what `trial_graphs` took."""
         self.cache = self._device_tables = None
+        self.states.free()
 
     @property
     def num_graphs(self) -> int:
@@ -320,24 +362,57 @@ class StageRunner:
         """
         assert self.cache is not None, "allocate() first"
         if not plan.rows:  # one token, which is kept nowhere: experts exchange tokens all the same
-            return self._forward(_unplaced(1, 0, self.block_size), hidden, _Watch())
+            return self._forward(unplaced(1, 0, self.block_size), hidden, Watch())
         if self.choice is not None:
             return self._run_on_device(plan, hidden)
         self.tables.apply(plan)
         step = indices(plan, self.tables, self.block_size)
+        if self.context.size > 1:
+            return self._run_part(step, hidden)
         if self.threads > 1:
             torch.set_num_threads(self._threads_of(step.num_tokens))
         attention = CpuAttention(self.cache, step, self._remembered, self._kernels)
-        return self._forward(step, hidden, attention)
+        states = self.states.begin(plan) if self.states else None
+        output = self._forward(step, hidden, attention, states)
+        if states is not None:
+            self.states.end(states)
+        return output
+
+    def num_tokens(self, plan: StepPlan) -> int:
+        """Tokens of a plan that this rank computes."""
+        return local_tokens(len(plan.tokens), self.context.size)
+
+    def _run_part(self, step: StepIndices, hidden: Tensor | None) -> Tensor:
+        """A context rank's part of a step; on the last stage the logits of all of it."""
+        assert self.cache is not None
+        context, recorder = self.context, self.mesh.recorder
+        mine = ContextStep.of(step, context, self.device)
+        attention = ContextAttention(self.cache, mine, context, recorder)
+        output = self._forward(mine.local(), hidden, attention)
+        if not self.stage.is_last or not mine.split:
+            return output
+        return all_gather(output, context, recorder, sizes=mine.wanted_counts(context.size))
 
     def _run_on_device(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
         tables = self._device_tables
         assert tables is not None
         changes = tables.apply(plan)
         step = tables.host(plan)
-        if self.graphs is not None and self.graphs.fits(step):
-            return self.graphs.run(step, changes, hidden)
-        return self._on_device(tables.send(step, changes), hidden)
+        graphs = self.graphs if self.graphs is not None and self.graphs.fits(step) else None
+        if not self.states:
+            if graphs is not None:
+                return graphs.run(step, changes, hidden)
+            return self._on_device(tables.send(step, changes), hidden)
+        states = self.states.begin(plan)
+        if graphs is not None:
+            output = graphs.run(step, changes, hidden)
+        else:
+            sent = tables.send(step, changes)
+            assert sent.slots is not None
+            states.slots = sent.slots[: step.num_decode]
+            output = self._on_device(sent, hidden, states)
+        self.states.end(states)
+        return output
 
     def _threads_of(self, num_tokens: int) -> int:
         """Those that torch uses in a step of so many tokens."""
@@ -358,14 +433,19 @@ class StageRunner:
             min(self.max_num_seqs, self.max_num_batched_tokens),
         )
         hidden = None if self.stage.is_first else self._empty_hidden(tokens)
-        self._forward(_unplaced(tokens, rows, self.block_size), hidden, _Watch())
+        self._forward(unplaced(tokens, rows, self.block_size), hidden, Watch())
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def _on_device(self, step: DeviceStep, hidden: Tensor | None) -> Tensor:
+    def _on_device(
+        self, step: DeviceStep, hidden: Tensor | None, states: StateStep | None = None
+    ) -> Tensor:
         assert self.cache is not None
         assert self.choice is not None
         names = [self.choice.name(kind) for kind in self.kinds]
-        return self._forward(step, hidden, CudaAttention(self.cache, step, names))
+        if states is None and self.states:  # as it is captured: rows that decode alone
+            assert step.slots is not None
+            states = StateStep(step.slots, [])
+        return self._forward(step, hidden, CudaAttention(self.cache, step, names), states)
 
     def _empty_hidden(self, tokens: int) -> Tensor:
         assert self.stage.hidden_size is not None
@@ -373,7 +453,11 @@ class StageRunner:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _forward(
-        self, step: StepIndices | DeviceStep, hidden: Tensor | None, attention: Any
+        self,
+        step: StepIndices | DeviceStep,
+        hidden: Tensor | None,
+        attention: Any,
+        states: StateStep | None = None,
     ) -> Tensor:
         batch = {
             "input_ids": step.tokens.unsqueeze(0).to(self.device),
@@ -382,7 +466,7 @@ class StageRunner:
         wanted = None if step.wanted is None else step.wanted.to(self.device)
         picks = self._keeps and wanted is not None
         extra: dict[str, Any] = {"logits_to_keep": wanted} if picks else {}
-        with attending(attention):
+        with attending(attention), self.states.running(states):
             output = self.stage.output(batch, hidden, use_cache=False, **extra)
         if not self.stage.is_last:
             return output  # type: ignore[no-any-return]
@@ -392,11 +476,11 @@ class StageRunner:
     @torch.inference_mode()
     def _watch(self) -> list[LayerKind]:
         """Run two tokens without a cache and see which layers attend, and with what."""
-        watch = _Watch()
+        watch = Watch()
         hidden = None if self.stage.is_first else self._empty_hidden(2)
-        step = _unplaced(2, 1, 1)
+        step = unplaced(2, 1, 1)
         self._forward(step, hidden, watch)
-        if not watch.kinds:
+        if not watch.kinds and not self.states:
             raise no_attention(self.config, self.stage.module)
         return watch.kinds
 
@@ -405,33 +489,3 @@ def _wide_step(module: nn.Module) -> int:
     """Tokens from which on the products of a step are worth several threads."""
     sizes = [p.numel() for p in module.parameters() if p.dim() > 1]
     return max(1, -(-_WIDE * len(sizes) // max(1, sum(sizes))))
-
-
-def _unplaced(tokens: int, logits: int, block_size: int) -> StepIndices:
-    """A step of one sequence from its beginning, for a forward that keeps nothing."""
-    none = torch.zeros(0, dtype=torch.long)
-    return StepIndices(
-        tokens=torch.zeros(tokens, dtype=torch.long),
-        positions=torch.arange(tokens),
-        places=torch.arange(tokens),
-        num_decode=0,
-        lengths=none,
-        tables=torch.zeros(0, 0, dtype=torch.long),
-        chunks=[],
-        wanted=torch.arange(logits),
-        block_size=block_size,
-    )
-
-
-class _Watch:
-    """Stands for attention: notes what layers hand over, and returns something of the shape."""
-
-    def __init__(self) -> None:
-        self.kinds: list[LayerKind] = []
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
-    ) -> Tensor:
-        shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-        self.kinds.append(LayerKind.of(shape, options))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])

@@ -26,6 +26,7 @@ def warm_up(mesh: Mesh) -> None:
     Hidden states go from stage to stage in the order of the stages, as those of a step do.
     """
     tensor, pipeline, world = mesh.axis("tp"), mesh.axis("pp"), mesh.axis("world")
+    context = mesh.axis("cp")
     one = torch.zeros(8, device=mesh.device)
     for axis in (world, tensor):
         all_reduce(one, axis, mesh.recorder)
@@ -33,6 +34,9 @@ def warm_up(mesh: Mesh) -> None:
         all_gather(one, tensor, mesh.recorder)
         gather(one, tensor, mesh.recorder)
         broadcast(one, tensor, mesh.recorder)
+    if context.size > 1:
+        all_gather(one, context, mesh.recorder)
+        all_reduce(one, context, mesh.recorder)
     if pipeline.size > 1:
         if pipeline.index > 0:
             irecv(one, pipeline, pipeline.index - 1, mesh.recorder).wait()

@@ -1,4 +1,5 @@
-"""BlockPool: the blocks of the paged cache, who holds them, and which are worth keeping.
+"""BlockPool: the blocks of the paged cache, who holds them, and which are worth keeping; and
+SnapshotPool: copies of recurrent states, by the prefix that they follow.
 
 A block is in one of three states:
 
@@ -95,3 +96,46 @@ class BlockPool:
                     self._kept[block] = None
             else:
                 assert references[block] > 0, f"block {block} is given back too often"
+
+
+class SnapshotPool:
+    """Snapshots 0 .. num_snapshots-1 of recurrent states, the least recently used first.
+
+    Args:
+        num_snapshots: that there is room for.
+    """
+
+    def __init__(self, num_snapshots: int) -> None:
+        self._found: OrderedDict[bytes, int] = OrderedDict()
+        self._clean = list(range(num_snapshots - 1, -1, -1))
+        self._holders = [0] * num_snapshots
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._found
+
+    def hold(self, digest: bytes) -> int:
+        """The snapshot after a prefix, which is not overwritten until it is released."""
+        self._found.move_to_end(digest)
+        snapshot = self._found[digest]
+        self._holders[snapshot] += 1
+        return snapshot
+
+    def release(self, snapshot: int) -> None:
+        """One holder fewer."""
+        self._holders[snapshot] -= 1
+
+    def take(self, digest: bytes) -> int | None:
+        """A snapshot to write the state after a prefix to, found by it from now on; None: it is
+        known already, or all are held."""
+        if digest in self._found:
+            self._found.move_to_end(digest)
+            return None
+        if self._clean:
+            snapshot = self._clean.pop()
+        else:
+            old = next((d for d, s in self._found.items() if not self._holders[s]), None)
+            if old is None:
+                return None
+            snapshot = self._found.pop(old)
+        self._found[digest] = snapshot
+        return snapshot

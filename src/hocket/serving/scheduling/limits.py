@@ -31,6 +31,8 @@ class SchedulerLimits:
         lookahead: a decoding sequence may be in two plans in flight, the second of which takes
             its token from the first on the device. With one stage and a depth of 2.
         prefix_cache: share the blocks of equal beginnings.
+        num_snapshots: copies of recurrent states that are kept for the prefix cache. None: the
+            model has no recurrent layers.
         vocab_size: token ids above are refused. None: not checked.
     """
 
@@ -46,12 +48,13 @@ class SchedulerLimits:
     max_logit_rows: int = 64
     lookahead: bool = False
     prefix_cache: bool = True
+    num_snapshots: int | None = None
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "max_queue" else 1
+            least = 0 if field.name in ("max_queue", "num_snapshots") else 1
             if type(value) is int and not least <= value < 2**31:
                 raise OptionError(
                     f"{field.name} is {value}; it must be from {least} to {2**31 - 1}"

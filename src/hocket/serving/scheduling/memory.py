@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from hocket.serving.scheduling.blocks import BlockPool
+from hocket.serving.scheduling.blocks import BlockPool, SnapshotPool
 from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.prefix import Digests
 from hocket.serving.scheduling.sequence import PREFILL, WAITING, Sequence
+from hocket.serving.scheduling.step import Snapshot
 
 SPARE: Final = 10
 """One block in this many stays free when a request is started, for those that run to grow."""
@@ -34,6 +35,7 @@ class CacheAllocator:
         self.limits = limits
         self.digests = digests
         self.pool = BlockPool(limits.num_blocks)
+        self.snapshots = SnapshotPool(limits.num_snapshots or 0)
         self.running: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.ready: dict[int, Sequence] = {}
@@ -65,8 +67,15 @@ class CacheAllocator:
                 self.digests.extend(chain, sequence.tokens, k + 1)
             block = self.pool.find(chain[k + 1])
             if block is None:
-                return found, chain[k + 1]
+                if self.limits.num_snapshots is None:
+                    return found, chain[k + 1]
+                break
             found.append(block)
+        if self.limits.num_snapshots is not None:
+            # Blocks are of use up to where the recurrent state is known, too.
+            sequence.branch = len(found) * size
+            while found and chain[len(found)] not in self.snapshots:
+                found.pop()
         return found, None
 
     def fits(self, sequence: Sequence, found: list[int]) -> bool:
@@ -86,6 +95,8 @@ class CacheAllocator:
         sequence.blocks = found + [pool.take() for _ in range(count)]
         sequence.named = len(found)
         sequence.computed = len(found) * self.limits.block_size
+        if found and self.limits.num_snapshots is not None:
+            sequence.snapshot = self.snapshots.hold(sequence.chain[len(found)])
         sequence.slot = self.slots.pop()
         sequence.state = PREFILL
         self.running[sequence.serial] = sequence
@@ -115,6 +126,33 @@ class CacheAllocator:
         for k in range(sequence.named, full):
             self.pool.name(sequence.blocks[k], sequence.chain[k + 1])
         sequence.named = full
+
+    def snapshots_of(self, sequence: Sequence, row: int, start: int, count: int) -> list[Snapshot]:
+        """Copies of recurrent states around a row of a prompt that is planned now: the one that it
+        begins with, and those that later prompts may begin with, taken at ends of blocks.
+
+        They are the last end of a block before the last token, and where the prompt leaves one
+        whose blocks the cache has: a third with the same beginning begins there.
+        """
+        copies: list[Snapshot] = []
+        if self.limits.num_snapshots is None:
+            return copies
+        if sequence.snapshot >= 0:
+            copies.append(Snapshot(row, load=sequence.snapshot))
+            self.snapshots.release(sequence.snapshot)
+            sequence.snapshot = -1
+        if not self.limits.prefix_cache:
+            return copies
+        size = self.limits.block_size
+        last = min(start + count, len(sequence.tokens) - 1) // size
+        for full in sorted({sequence.branch // size, last}):
+            if not start < full * size <= start + count:
+                continue
+            self.digests.extend(sequence.chain, sequence.tokens, full)
+            save = self.snapshots.take(sequence.chain[full])
+            if save is not None:
+                copies.append(Snapshot(row, save=save, cut=full * size - start))
+        return copies
 
     def pending(self) -> set[bytes]:
         """Digests of the blocks that running prompts compute next."""
@@ -166,6 +204,9 @@ class CacheAllocator:
         """The last blocks are evicted first: without them those before are still of use."""
         self.pool.give_back(reversed(sequence.blocks))
         sequence.blocks = []
+        if sequence.snapshot >= 0:
+            self.snapshots.release(sequence.snapshot)
+            sequence.snapshot = -1
         del self.running[sequence.serial]
         self.slots.append(sequence.slot)
         if sequence.sent >= 0:

@@ -28,8 +28,8 @@ from collections import Counter, deque
 from typing import Final
 
 from hocket.serving.request import Finish, Output, RefusalKind, Request, RequestRefused
-from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.chunks import Share, needs_logits, shares
+from hocket.serving.scheduling.flight import Flight
 from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.memory import CacheAllocator
 from hocket.serving.scheduling.prefix import Digests
@@ -43,26 +43,6 @@ LOOK: Final = 32
 computes what they begin with."""
 PATIENCE: Final = 8
 """Plans for which a request waits for one block that another computes."""
-
-
-class _Flight:
-    """A plan that is made, and then in flight.
-
-    `samplers` are its sequences that sample, in row order; `silent` those that do not; `told`, by
-    row, those whose prompt's log-probabilities are told; `full` those that fill a block.
-    """
-
-    __slots__ = ("admitted", "full", "number", "rows", "samplers", "silent", "tokens", "told")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.rows: list[BatchRow] = []
-        self.tokens: list[int] = []
-        self.admitted: list[Admission] = []
-        self.samplers: list[Sequence] = []
-        self.silent: list[Sequence] = []
-        self.told: dict[int, Sequence] = {}
-        self.full: list[Sequence] = []
 
 
 class Scheduler:
@@ -82,7 +62,7 @@ class Scheduler:
         self._waiting = WaitingRequests()
         self._by_id: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._serial = self._number = 0
         self._burst = 0  # most prompt tokens that were to be computed since the last time of none
         self._pace = Pace()
@@ -162,7 +142,7 @@ class Scheduler:
         limits, memory = self.limits, self._memory
         if len(self._flights) >= limits.depth:
             return None
-        flight = _Flight(self._number)
+        flight = Flight(self._number)
         queued = memory.again or self._waiting.count
         wait = bool(memory.prefilling or (memory.slots and queued))
         decoding = len(memory.running) - len(memory.prefilling)
@@ -186,7 +166,10 @@ class Scheduler:
         if limits.prefix_cache:
             for sequence in flight.full:
                 memory.name(sequence)
-        plan = StepPlan(flight.number, flight.rows, flight.tokens, flight.admitted, memory.released)
+        plan = StepPlan(
+            flight.number, flight.rows, flight.tokens, flight.admitted, memory.released,
+            flight.snapshots,
+        )  # fmt: skip
         memory.released = []
         self._flights.append(flight)
         self._number += 1
@@ -218,7 +201,7 @@ class Scheduler:
         good = math.sqrt(self.limits.plan_tokens * self._burst / (self.limits.depth - 1))
         return max(1, math.ceil(work / max(1, int(work / good))))
 
-    def _decode(self, flight: _Flight, most: int) -> None:
+    def _decode(self, flight: Flight, most: int) -> None:
         """One token each of the sequences that wait longest for it."""
         memory, size = self._memory, self.limits.block_size
         ready, rows = memory.ready, flight.rows
@@ -317,7 +300,7 @@ class Scheduler:
         sequence.put_off += 1
         return True
 
-    def _prefill(self, flight: _Flight, budget: int) -> None:
+    def _prefill(self, flight: Flight, budget: int) -> None:
         """Chunks of prompts; those of one token before the others."""
         memory, size = self._memory, self.limits.block_size
         sequences = memory.prefilling.values()
@@ -339,6 +322,7 @@ class Scheduler:
                 sequence.sent = 0
             blocks = sequence.blocks[sequence.sent :] or ()
             sequence.sent += len(blocks)
+            flight.snapshots += memory.snapshots_of(sequence, len(flight.rows), start, count)
             flight.rows.append(BatchRow(sequence.slot, start, count, logits, blocks, following))
             flight.tokens += sequence.tokens[start:end]
             sequence.in_flight += 1

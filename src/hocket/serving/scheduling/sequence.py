@@ -61,6 +61,8 @@ class Sequence:
             request at all.
         chain: digests of its full blocks, after the root; made when needed.
         named: blocks, from the first on, that were found by their digest or can be.
+        snapshot: of recurrent states, which its first row begins with; -1: none.
+        branch: tokens that the prefix cache has blocks of and no snapshot.
         in_flight: plans in flight that hold a row of it.
         leaves: to be preempted when no plan in flight holds it.
         finish_reason: why it ended.
@@ -71,6 +73,7 @@ class Sequence:
     __slots__ = (
         "arrived",
         "blocks",
+        "branch",
         "cached",
         "chain",
         "computed",
@@ -89,6 +92,7 @@ class Sequence:
         "sent",
         "serial",
         "slot",
+        "snapshot",
         "state",
         "tokens",
         "told",
@@ -117,6 +121,8 @@ class Sequence:
         self.sent = -1
         self.chain: list[bytes] = []
         self.named = 0
+        self.snapshot = -1
+        self.branch = 0
         self.in_flight = 0
         self.leaves = False
         self.finish_reason: Finish | None = None

@@ -12,9 +12,9 @@ are, in row order: none, the last one, or all of them. Workers keep, for each sl
 `admitted`: a slot may be given to another request within one plan. A row of an admitted slot
 begins with an empty block table; its `new_blocks` then also hold what the prefix cache lent.
 
-    plan frame    "hkSP" version | number, rows, blocks, tokens, released, admitted
+    plan frame    "hkSP" version | number, rows, blocks, tokens, released, admitted, snapshots
                   int32 columns  slot* start* count* logits* blocks-of-row* next_token*
-                  int32          new blocks | tokens | released
+                  int32          new blocks | tokens | released | row, load, save, cut of snapshots
                   admissions
     result frame  "hkSR" version | number, tokens, logprobs, rows with prompt logprobs, failures,
                   int32s, float64s; then these
@@ -38,7 +38,7 @@ ALL: Final = 2
 UNKNOWN: Final = -1
 """A token that the plan before samples."""
 
-_PLAN = struct.Struct("<4sIQ5I")
+_PLAN = struct.Struct("<4sIQ6I")
 _RESULT = struct.Struct("<4sIQ6I")
 _PLAN_MAGIC = b"hkSP"
 _RESULT_MAGIC = b"hkSR"
@@ -76,6 +76,22 @@ class BatchRow:
         return self.count if self.logits == ALL else self.logits
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of what recurrent layers keep of a row's sequence.
+
+    Attributes:
+        row: of the plan.
+        load: the snapshot that the row begins with, before the step; -1: none.
+        save: the snapshot that is written once `cut` of the row's tokens are computed; -1: none.
+    """
+
+    row: int
+    load: int = -1
+    save: int = -1
+    cut: int = 0
+
+
 @dataclasses.dataclass(slots=True)
 class StepPlan:
     """One step of a replica.
@@ -88,6 +104,7 @@ class StepPlan:
             one that the plan before it samples for its slot, which only the device knows yet.
         admitted: requests that got a slot, given before their first row.
         released: slots freed since the plan before; to be done before `admitted`.
+        snapshots: of recurrent states, where the model has any.
     """
 
     number: int
@@ -95,6 +112,7 @@ class StepPlan:
     tokens: list[int]
     admitted: list[Admission] = dataclasses.field(default_factory=list)
     released: list[int] = dataclasses.field(default_factory=list)
+    snapshots: list[Snapshot] = dataclasses.field(default_factory=list)
 
     @property
     def num_logits(self) -> int:
@@ -117,9 +135,11 @@ class StepPlan:
         blocks = len(ints) - before
         ints += self.tokens
         ints += self.released
+        for one in self.snapshots:
+            ints += (one.row, one.load, one.save, one.cut)
         head = _PLAN.pack(
-            _PLAN_MAGIC, VERSION, self.number,
-            len(rows), blocks, len(self.tokens), len(self.released), len(self.admitted),
+            _PLAN_MAGIC, VERSION, self.number, len(rows), blocks, len(self.tokens),
+            len(self.released), len(self.admitted), len(self.snapshots),
         )  # fmt: skip
         parts = [head, column(ints), *map(encode_admission, self.admitted)]
         return b"".join(parts)
@@ -132,8 +152,14 @@ class StepPlan:
             FrameError: anything but what `encode` made.
         """
         reader = Reader(buffer, "step plan", _PLAN, _PLAN_MAGIC)
-        number, rows, blocks, tokens, released, admitted = reader.head
-        ints = reader.ints(6 * rows + blocks + tokens + released)
+        number, rows, blocks, tokens, released, admitted, copied = reader.head
+        ints = reader.ints(6 * rows + blocks + tokens + released + 4 * copied)
+        copies = ints[len(ints) - 4 * copied :]
+        del ints[len(ints) - 4 * copied :]
+        snapshots = list(map(Snapshot, copies[::4], copies[1::4], copies[2::4], copies[3::4]))
+        for one in snapshots:
+            known = 0 <= one.row < rows and min(one.load, one.save) >= -1
+            reader.check(known and one.cut >= 0, "a snapshot is of no row")
         slots, starts, counts = ints[:rows], ints[rows : 2 * rows], ints[2 * rows : 3 * rows]
         logits, lengths = ints[3 * rows : 4 * rows], ints[4 * rows : 5 * rows]
         nexts = ints[5 * rows : 6 * rows]
@@ -167,7 +193,7 @@ class StepPlan:
         admissions = [decode_admission(reader) for _ in range(admitted)]
         reader.end()
         made = list(map(BatchRow, slots, starts, counts, logits, given, nexts))
-        return cls(number, made, token_ids, admissions, freed)
+        return cls(number, made, token_ids, admissions, freed, snapshots)
 
 
 @dataclasses.dataclass(slots=True)

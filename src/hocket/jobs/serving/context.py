@@ -1,0 +1,27 @@
+"""What a server over context ranks (cp) is rejected for, before ranks start."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
+
+
+def require_whole_experts(layout: Layout) -> None:
+    """Raise LayoutError for context ranks together with experts over ranks."""
+    if layout.cp > 1 and layout.splits_experts:
+        raise LayoutError(
+            f"the layout {layout.axes_text()} serves with cp and with experts over ranks; a server "
+            "has one of the two",
+            hint=f"--layout {dataclasses.replace(layout, cp=1).axes_text()}",
+        )
+
+
+def require_divided_blocks(block_size: int, layout: Layout) -> None:
+    """Raise OptionError for blocks of the cache whose tokens do not divide over context ranks."""
+    if block_size % layout.cp:
+        raise OptionError(
+            f"block_size is {block_size}; its tokens do not divide over cp {layout.cp}",
+            hint=f"--block-size {layout.cp * -(-block_size // layout.cp)}",
+        )

@@ -1,0 +1,193 @@
+"""States of recurrent layers: one fixed-size slot for each running request, and snapshots.
+
+    slots        0 .. max_num_seqs - 1, as the plan's rows name them; one more for padding
+    snapshots    states after a prefix that the prefix cache holds; copied to a slot and from it
+
+A row that starts at position 0 begins with zeros; one that continues finds its state in its slot;
+one whose prefix was found in the cache is given a snapshot's. Rows that decode run in one call of
+the mixer, with their states gathered; each chunk of a prompt runs by itself, in two pieces where a
+snapshot is taken in between. A preempted request's state is dropped: it is computed again, or
+copied from a snapshot.
+
+Legend: T tokens of a step, R rows that decode, H hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hocket.models.recurrent import Call, MixerCache, StateKey, interpose
+from hocket.serving.scheduling.step import StepPlan
+
+Shapes = dict[StateKey, tuple[tuple[int, ...], torch.dtype]]
+"""Of one mixer: by state, the shape of a row's and its dtype."""
+
+
+@dataclasses.dataclass(slots=True)
+class StateChunk:
+    """Tokens `first` to `first + count` of a step, of the request in `slot`; `cuts`: after so many
+    of them its state is copied to a snapshot."""
+
+    first: int
+    count: int
+    slot: int
+    cuts: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class StateStep:
+    """Whose states the tokens of a step continue.
+
+    Attributes:
+        slots: [R] int64, of the rows that decode, which come first.
+        chunks: the other rows.
+        saved: slots and the snapshots that they are copied to after the step.
+    """
+
+    slots: Tensor
+    chunks: list[StateChunk]
+    saved: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+class RecurrentStates:
+    """The states of one stage's recurrent layers.
+
+    Args:
+        module: the stage's; its mixers run through this object from now on.
+
+    Attributes:
+        shapes: of each mixer, once a forward was watched (`watching`).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.shapes: list[Shapes] = []
+        self.mixers = interpose(module, self._run)
+        self.shapes = [{} for _ in self.mixers]
+        self._pools: list[dict[StateKey, Tensor]] = []
+        self._slots = 0
+        self._step: StateStep | None = None
+
+    def __len__(self) -> int:
+        return len(self.mixers)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one request's states, or of one snapshot."""
+        return sum(
+            math.prod(shape) * dtype.itemsize
+            for shapes in self.shapes
+            for shape, dtype in shapes.values()
+        )
+
+    def allocate(self, max_num_seqs: int, num_snapshots: int, device: torch.device) -> None:
+        """Make the pools: slots, one for padding, snapshots."""
+        self._slots = max_num_seqs + 1
+        count = self._slots + num_snapshots
+        self._pools = [
+            {
+                key: torch.zeros(count, *shape, dtype=dtype, device=device)
+                for key, (shape, dtype) in shapes.items()
+            }
+            for shapes in self.shapes
+        ]
+
+    def free(self) -> None:
+        """Give the pools back."""
+        self._pools = []
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan, slots: Tensor | None = None) -> StateStep:
+        """Make the states of a plan's rows what they start from.
+
+        Args:
+            slots: of the plan's rows on the device, those that decode first. None: made here.
+        """
+        rows = plan.rows
+        first = dict.fromkeys(row.slot for row in rows if row.start == 0)
+        loads = [(rows[one.row].slot, one.load) for one in plan.snapshots if one.load >= 0]
+        self._fill(list(first))
+        self._copy([(self._slots + load, slot) for slot, load in loads])
+        cuts: dict[int, list[tuple[int, int]]] = {}
+        for one in plan.snapshots:
+            if one.save >= 0:
+                cuts.setdefault(one.row, []).append((one.cut, one.save))
+        num_decode = next((i for i, row in enumerate(rows) if row.count != 1), len(rows))
+        if slots is None:
+            slots = torch.tensor([row.slot for row in rows[:num_decode]], dtype=torch.long)
+        chunks: list[StateChunk] = []
+        saved: list[tuple[int, int]] = []
+        at = 0
+        for index, row in enumerate(rows):
+            taken = cuts.get(index, [])
+            saved += [(row.slot, save) for cut, save in taken if cut == row.count]
+            if index >= num_decode:
+                inner = tuple(sorted(pair for pair in taken if pair[0] < row.count))
+                chunks.append(StateChunk(at, row.count, row.slot, inner))
+            at += row.count
+        return StateStep(slots[:num_decode], chunks, saved)
+
+    def end(self, step: StateStep) -> None:
+        """Take the snapshots of rows' last states."""
+        self._copy([(slot, self._slots + save) for slot, save in step.saved])
+
+    @contextmanager
+    def running(self, step: StateStep | None) -> Iterator[None]:
+        """Within, mixers continue the states of a step. None: they keep nothing."""
+        before, self._step = self._step, step
+        try:
+            yield
+        finally:
+            self._step = before
+
+    def _fill(self, slots: Sequence[int]) -> None:
+        if slots:
+            for pool in self._every():
+                pool[list(slots)] = 0
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            for pool in self._every():
+                source = pool[[a for a, _ in pairs]]
+                pool[[b for _, b in pairs]] = source
+
+    def _every(self) -> Iterator[Tensor]:
+        return itertools.chain.from_iterable(pools.values() for pools in self._pools)
+
+    # --- a mixer -------------------------------------------------------------------------------
+
+    def _run(self, number: int, call: Call, hidden: Tensor) -> Tensor:
+        step = self._step
+        if step is None:
+            cache = MixerCache(None)
+            out = call(hidden, cache)
+            self.shapes[number] = cache.shapes
+            return out
+        pools = self._pools[number]
+        parts: list[Tensor] = []
+        count = step.slots.shape[0]
+        if count:
+            states = {key: pool.index_select(0, step.slots) for key, pool in pools.items()}
+            out = call(hidden[0, :count].unsqueeze(1), MixerCache(states))
+            for key, pool in pools.items():
+                pool.index_copy_(0, step.slots, states[key])
+            parts.append(out.transpose(0, 1))
+        for chunk in step.chunks:
+            states = {key: pool[chunk.slot : chunk.slot + 1] for key, pool in pools.items()}
+            cache, at = MixerCache(states), 0
+            for cut, save in (*chunk.cuts, (chunk.count, -1)):
+                first = chunk.first + at
+                if cut > at:
+                    parts.append(call(hidden[:, first : chunk.first + cut], cache))
+                at = cut
+                if save >= 0:
+                    for pool in pools.values():
+                        pool[self._slots + save].copy_(pool[chunk.slot])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

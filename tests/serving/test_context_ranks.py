@@ -1,0 +1,77 @@
+"""Served over context ranks: each has its tokens of every block, and answers are equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.jobs.serving import check, request
+from hocket.models.samples import sample
+from hocket.models.source import resolve
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(200)]
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 256,
+}  # fmt: skip
+LONG, HALF = check.CheckedSizes(longest=128), check.CheckedSizes(longest=64)
+"""Chunks of 64 and 32 tokens, which are split over ranks; of the usual size every rank computes all
+of them."""
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "size"),
+    [
+        (LLAMA, "cp2", LONG),
+        (LLAMA, "cp2", check.CheckedSizes()),
+        (LLAMA, "tp2.cp2", LONG),
+        (LLAMA, "pp2.cp2", LONG),
+        (GPT_OSS, "cp4", LONG),
+        ("deepseek_v2", "cp2", HALF),
+        ("gemma2", "cp2", HALF),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_answers_equal_plain_transformers(
+    ranks: RankPool, tmp_path: Path, config: Any, layout: str, size: check.CheckedSizes
+) -> None:
+    """Grouped heads, tensor ranks, stages, windows and sinks, latent vectors, soft caps."""
+    ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
+    file, folder = tmp_path / "model.json", tmp_path / "model"
+    proxy = isinstance(config, str)
+    file.write_text(json.dumps(sample(config) if proxy else config))
+    check.prepared(ranks.launcher, resolve(file), folder, proxy=proxy, seed=0)
+    answers = check.answers_of(ranks.launcher, folder, layout, size)
+    (report,) = check.compared(ranks.launcher, folder, {layout: answers}, tmp_path).values()
+    assert report.ok, report.failures
+    assert {one.name for one in report.comparisons} >= {"chunked prefill", "preemption"}
+
+
+def test_what_does_not_divide_is_rejected_before_ranks_start(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    file, folder = tmp_path / "llama.json", tmp_path / "model"
+    file.write_text(json.dumps(LLAMA))
+    check.prepared(ranks.launcher, resolve(file), folder, proxy=False, seed=0)
+    given = {"model": str(folder), "tokenizer": "bytes", "layout": "cp3", "block_size": 16}
+    with pytest.raises(OptionError, match="do not divide over cp 3") as caught:
+        request.server(given)
+    assert caught.value.hint == "--block-size 18"
+    assert request.server({**given, "block_size": 18}).layout.cp == 3
+    file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
+    with pytest.raises(LayoutError, match="cp and with experts over ranks"):
+        request.legal(resolve(file), Layout.parse("dp2.ep2.cp2"), "cpu")
