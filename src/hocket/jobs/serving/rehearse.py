@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.serving.context import require_one_context_rank
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import NOT_SEEN, RankRehearsal, RehearsedDevice
@@ -185,6 +186,7 @@ def replica_spec(
     if layers is not None:
         source = dataclasses.replace(source, config=with_layers(source.config, layers))
     found = legal(source, replica_layout(layout), "cpu")
+    require_one_context_rank(found)
     options = _sizes(ServeOptions(**sizes), source, "cuda")
     return RunSpec(
         model=source.repo or model,
@@ -200,6 +202,7 @@ def replica_spec(
 def replica_of(server: PreparedServer) -> RunSpec:
     """One replica of a server that would be started, as on a GPU."""
     spec = server.spec(replica=True)
+    require_one_context_rank(spec.layout)
     return dataclasses.replace(spec, options=dataclasses.replace(spec.options, device="cuda"))
 
 

@@ -311,7 +311,7 @@ class StageRunner:
     def trial_graphs(self) -> Iterator[int]:
         """Capture the largest size, then the smallest, over a cache of one block; yields after
         each. `drop_trial` gives their memory back."""
-        if self.mesh.layout.ep > 1:
+        if self.mesh.layout.ep > 1 or self.context.size > 1:
             return
         self._place(1)
         graphs = self._decode_graphs()
