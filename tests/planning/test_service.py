@@ -168,10 +168,14 @@ def test_one_layout_is_priced_whatever_it_gives() -> None:
         (Layout(tp=3), "does not divide"),
         (Layout(pp=200), "more stages than the 80 layers"),
         (Layout(tp=1), "weights take 141"),
-        (Layout(dp=2, cp=2), "replicas"),
+        (Layout(dp=2, zero=1), "replicas"),
     ):
         with pytest.raises(LayoutError, match=match):
             answer_one(SEVENTY, layout)
+    over_context = answer_one(SEVENTY, Layout(tp=4, cp=2)).best
+    assert over_context is not None
+    assert (over_context.num_gpus, over_context.layout.cp) == (8, 2)
+    assert over_context.cached_tokens == pytest.approx(2 * two.cached_tokens, rel=0.2)
     with pytest.raises(LayoutError, match="holds 2 of its replicas"):
         answer_one(dataclasses.replace(SEVENTY, bounded=True), Layout(dp=3, tp=4))
 

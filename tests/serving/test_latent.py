@@ -104,7 +104,7 @@ def test_both_forms_equal_the_definition(
             step = _sent(device, plan)
             pool = cache.keys[0]
             pool.view(-1, L + R).index_copy_(0, step.places, heads.taken())
-            found = attention_latent.attend(heads, q, pool, step, options)
+            found = attention_latent.attend_heads(heads, q, pool, step, options)
             mixed = attention_latent.attend_absorbed(heads.absorb(q), pool, step, options, L)
             assert torch.allclose(heads.read(mixed).transpose(0, 1), found, atol=1e-5)
         else:

@@ -44,6 +44,9 @@ class Runner:
         assert hidden is None or hidden.shape == (1, tokens, 1)
         return torch.ones(1, tokens, 1, device="meta")
 
+    def num_tokens(self, plan: Any) -> int:
+        return len(plan.tokens)
+
 
 class Sampler:
     def begin(self, plan: Any) -> None: ...

@@ -161,7 +161,7 @@ def take_latents(model: nn.Module, dtype: torch.dtype | None = None) -> list[Lat
     return found
 
 
-def heads_of(module: nn.Module) -> LatentHeads | None:
+def given_heads(module: nn.Module) -> LatentHeads | None:
     """Those that `take_latents` gave to an attention layer."""
     found = vars(module).get("expand_kv")
     return found if isinstance(found, LatentHeads) else None

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from hocket.models.latent import LatentHeads, heads_of
+from hocket.models.latent import LatentHeads, given_heads
 from hocket.models.skeleton import register_attention
 from hocket.spec.errors import ModelError
 
@@ -113,7 +113,7 @@ def paged_attention(  # noqa: PLR0917  as transformers calls it
     if others or attention_mask is not None:
         _refuse(module, attention_mask, others)
     options = Options(scaling, sliding_window or None, softcap or None, s_aux)
-    latent = heads_of(module)
+    latent = given_heads(module)
     if latent is not None:
         both = cast("LatentAttending", _active)
         return both.attend_latent(latent, query, options), None

@@ -30,7 +30,7 @@ from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import sunk
-from hocket.serving.engine.attention_pieces import Piece, attend_piece, joined
+from hocket.serving.engine.attention_pieces import Piece, attend_piece, join_pieces
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
 
@@ -159,7 +159,7 @@ class ContextAttention:
         for first, tokens, piece in self._chunks():
             own = asked[:, :, first : first + tokens]
             parts.append(
-                joined(
+                join_pieces(
                     attend_piece(own, *rows_of(blocks, (-1,)), hidden, options)
                     for blocks, hidden in piece(options)
                 )
@@ -188,7 +188,7 @@ class ContextAttention:
             parts.append((read, weight[:, 0, :, 0].t()))
         for first, tokens, piece in self._chunks():
             own = q[:, first : first + tokens].unsqueeze(1)
-            mixed, weight = joined(
+            mixed, weight = join_pieces(
                 attend_piece(own, *heads.expand(rows_of(blocks, (-1,))[0][0]), hidden, options)
                 for blocks, hidden in piece(options)
             )
@@ -260,7 +260,7 @@ class ContextAttention:
                 key, value = rows_of(some.reshape(-1), (tables.shape[0], -1))
                 yield attend_piece(asked, key, value, hidden[:, None, None, None], options)
 
-        return joined(pieces())
+        return join_pieces(pieces())
 
     def _chunks(
         self,

@@ -63,7 +63,7 @@ class CudaAttention:
         layer, self._layer = self._layer, self._layer + 1
         pool, step = self.cache.keys[layer], self.step
         pool.view(-1, heads.width).index_copy_(0, step.places, heads.taken())
-        return attention_latent.attend(heads, query[0], pool, step, options).unsqueeze(0)
+        return attention_latent.attend_heads(heads, query[0], pool, step, options).unsqueeze(0)
 
 
 def attend(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options) -> Tensor:

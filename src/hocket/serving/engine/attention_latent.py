@@ -21,14 +21,14 @@ from torch import Tensor
 from hocket.models.latent import LatentHeads
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import sunk
-from hocket.serving.engine.attention_pieces import Piece, attend_piece, joined
+from hocket.serving.engine.attention_pieces import Piece, attend_piece, join_pieces
 from hocket.serving.engine.device_step import DeviceStep
 
 _PIECE = 1024
 """Cached tokens of a row that are gathered at once."""
 
 
-def attend(
+def attend_heads(
     heads: LatentHeads, query: Tensor, pool: Tensor, step: DeviceStep, options: Options
 ) -> Tensor:
     """Query [A, T, D] to [T, A, E], over a pool [blocks, block, 1, W]."""
@@ -44,7 +44,7 @@ def attend(
             attend_piece(own, *heads.expand(cached), hidden, options)
             for cached, hidden in _pieces(pool, step.tables[row], tokens, length, options)
         )
-        parts.append(_ended(joined(pieces), options).to(query.dtype).transpose(0, 1))
+        parts.append(_ended(join_pieces(pieces), options).to(query.dtype).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -60,7 +60,7 @@ def attend_absorbed(
             attend_piece(own, cached[None], cached[None, :, :latent], hidden, options)
             for cached, hidden in _pieces(pool, step.tables[row], tokens, length, options)
         )
-        mixed, weight = joined(pieces)
+        mixed, weight = join_pieces(pieces)
         parts.append(
             _ended((mixed[0].unsqueeze(1), weight[0].unsqueeze(1)), options).to(query.dtype)
         )
@@ -94,7 +94,7 @@ def _decoded(
             hidden = hidden[:, None, None, None]
             yield attend_piece(asked, cached, cached[..., :latent], hidden, options)
 
-    mixed, weight = joined(pieces())
+    mixed, weight = join_pieces(pieces())
     found = sunk(mixed[:, 0, :, 0], weight[:, 0, :, 0], options.sinks)
     return found.to(query.dtype).transpose(0, 1)
 

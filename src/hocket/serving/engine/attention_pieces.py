@@ -45,7 +45,7 @@ def attend_piece(
     return mixed, weight
 
 
-def joined(pieces: Iterable[Piece]) -> Piece:
+def join_pieces(pieces: Iterable[Piece]) -> Piece:
     """Pieces of the same queries as one."""
     found: Piece | None = None
     for mixed, weight in pieces:

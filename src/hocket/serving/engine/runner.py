@@ -47,6 +47,7 @@ from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.gemm_select import choose_products
 from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, GraphDevice, sizes
+from hocket.serving.engine.layer_probe import LayerProbe, unplaced
 from hocket.serving.engine.projections import (
     lay_inputs_first,
     merge_projections,
@@ -54,7 +55,6 @@ from hocket.serving.engine.projections import (
 )
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.states import RecurrentStates, StateStep
-from hocket.serving.engine.watch import Watch, unplaced
 from hocket.serving.scheduling.step import StepPlan
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.serving import BLOCK_SIZE
@@ -362,7 +362,7 @@ class StageRunner:
         """
         assert self.cache is not None, "allocate() first"
         if not plan.rows:  # one token, which is kept nowhere: experts exchange tokens all the same
-            return self._forward(unplaced(1, 0, self.block_size), hidden, Watch())
+            return self._forward(unplaced(1, 0, self.block_size), hidden, LayerProbe())
         if self.choice is not None:
             return self._run_on_device(plan, hidden)
         self.tables.apply(plan)
@@ -433,7 +433,7 @@ class StageRunner:
             min(self.max_num_seqs, self.max_num_batched_tokens),
         )
         hidden = None if self.stage.is_first else self._empty_hidden(tokens)
-        self._forward(unplaced(tokens, rows, self.block_size), hidden, Watch())
+        self._forward(unplaced(tokens, rows, self.block_size), hidden, LayerProbe())
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _on_device(
@@ -476,7 +476,7 @@ class StageRunner:
     @torch.inference_mode()
     def _watch(self) -> list[LayerKind]:
         """Run two tokens without a cache and see which layers attend, and with what."""
-        watch = Watch()
+        watch = LayerProbe()
         hidden = None if self.stage.is_first else self._empty_hidden(2)
         step = unplaced(2, 1, 1)
         self._forward(step, hidden, watch)

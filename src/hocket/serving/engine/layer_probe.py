@@ -1,4 +1,4 @@
-"""Watch: stands for attention in a forward that keeps nothing, and notes what layers hand over."""
+"""LayerProbe: stands for attention in a forward that keeps nothing; notes what layers hand over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unplaced(tokens: int, logits: int, block_size: int) -> StepIndices:
     )
 
 
-class Watch:
+class LayerProbe:
     """Stands for attention: notes what layers hand over, and returns something of the shape."""
 
     def __init__(self) -> None:
