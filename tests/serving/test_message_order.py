@@ -29,7 +29,8 @@ class Mesh:
         ranks = tuple(range(pp))
         group: Any = Group(self.trace, ranks)
         group.name = lambda: "nccl"
-        self.axes = {"pp": Axis("pp", pp, rank, ranks, group), "tp": Axis("tp")}
+        self.axes = {name: Axis(name) for name in ("tp", "cp")}
+        self.axes["pp"] = Axis("pp", pp, rank, ranks, group)
         self.recorder, self.device = Recorder(rank), torch.device(device)
 
     def axis(self, name: str) -> Any:
