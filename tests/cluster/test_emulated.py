@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -222,24 +223,35 @@ def slurm_serves(cluster: Cluster) -> None:
     assert json.loads(measured.read_text())["requests"] == 1
 
 
-def _torchrun(cluster: Cluster, stack: contextlib.ExitStack, run: Path, *words: str) -> list[Any]:
-    """An agent of torchrun on each host, that starts again what fails."""
+def _torchrun(
+    cluster: Cluster, stack: contextlib.ExitStack, run: Path, *words: str, memory: bool = False
+) -> list[Any]:
+    """An agent of torchrun on each host, that starts again what fails.
+
+    `memory`: each host has a folder of its own for copies of states.
+    """
     one = cluster.hosts[0]
     arguments = [
         *("torchrun", "--nnodes", "2", "--nproc-per-node", "1", *words),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{one.address}:29411"),
         *("--rdzv-id", "7", "-m", "--", "hocket", "train", "tiny-llama", "--data", "text.txt"),
         *("--seq-len", "16", "--global-batch", "2", "--device", "cpu", "--cluster", "none"),
-        *("--layout", "dp2", "--run", str(run), "--save-every", "20"),
+        *("--layout", "dp2", "--run", str(run)),
+        *([] if "--save-every" in cluster.more else ["--save-every", "20"]),
     ]
     agents = []
     for index, host in enumerate(cluster.hosts):
         own = ["--rdzv-conf", f"is_host={int(not index)}", "--local-addr", host.address]
+        variables = {"GLOO_SOCKET_IFNAME": host.interface}
+        if memory:
+            copies = cluster.folder / f"memory-{index}"
+            copies.mkdir(exist_ok=True)
+            variables["HOCKET_STATE_COPIES"] = str(copies)
         agents.append(
             stack.enter_context(
                 cluster.started(
                     *host.command(arguments[0], *own, *arguments[1:], *cluster.more),
-                    GLOO_SOCKET_IFNAME=host.interface,
+                    **variables,
                 )
             )
         )
@@ -277,6 +289,35 @@ def torchrun_restarts_and_ends_as_undisturbed(cluster: Cluster) -> None:
     )
     assert wanted == found
     assert len(losses(cluster.folder / "cut")) == 60
+
+
+def a_lost_host_costs_steps_alone(cluster: Cluster) -> None:
+    """Rank 1 is killed and its host's memory is gone; no checkpoint is written before the end."""
+    options = ["--steps", "120", "--save-every", "1000", "--replicate-state", "4"]
+    for name in ("whole", "cut"):
+        run = cluster.folder / name
+        with contextlib.ExitStack() as stack:
+            cluster.more = options
+            agents = _torchrun(cluster, stack, run, "--max-restarts", "3", memory=True)
+            if name == "cut":
+                memory = cluster.folder / "memory-1"
+                cluster.until(
+                    lambda memory=memory: len([*memory.glob("*/*/step-*")]) > 1, agents[0]
+                )
+                (pid,) = ranks_of(cluster.hosts[1])
+                os.kill(pid, signal.SIGSTOP)
+                shutil.rmtree(memory)
+                memory.mkdir()
+                os.kill(pid, signal.SIGKILL)
+            assert [agent.wait(100) for agent in agents] == [0, 0], cluster.output
+    assert re.search(r"resumed from \S*memory-0/\S*/step-\d+", cluster.output), cluster.output
+    wanted, found = (
+        (cluster.folder / name / "model" / "model.safetensors").read_bytes()
+        for name in ("whole", "cut")
+    )
+    assert wanted == found
+    assert len(losses(cluster.folder / "cut")) == 120
+    assert not [*cluster.folder.glob("memory-*/*/*/step-*")]
 
 
 def _found_within(cluster: Cluster, disturb: Callable[[], None], texts: list[str]) -> None:
@@ -326,12 +367,13 @@ CASES = [
     slurm_stops_and_is_queued_again,
     kubernetes_pods_train,
     torchrun_restarts_and_ends_as_undisturbed,
+    a_lost_host_costs_steps_alone,
     a_frozen_rank_is_found,
     a_cut_link_is_found_on_both_sides,
 ]
 
 
-@pytest.mark.parametrize("case", part(CASES, 6), ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", part(CASES, 7), ids=lambda case: case.__name__)
 def test_a_printed_job_runs_on_two_hosts(case: Callable[[Cluster], None], cluster: Cluster) -> None:
     case(cluster)
 

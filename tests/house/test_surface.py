@@ -29,7 +29,7 @@ TRAINING = {
     "beta2", "eps", "max_grad_norm", "dropout", "tokenizer", "vocab_size", "text_field", 
     "eval_fraction",
     "eval_every",
-    "eval_batches", "save_every", "save_mode", "keep_checkpoints",
+    "eval_batches", "save_every", "save_mode", "replicate_state", "keep_checkpoints",
     "keep_every", "log_interval", "resume", "timeline_step",
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
     "context_parallel", "tracker",

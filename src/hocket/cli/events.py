@@ -31,6 +31,7 @@ EVENTS = {
     "`mfu`, `expert_imbalance`",
     "eval": "an evaluation: `step`, `loss`, `perplexity`",
     "saved": "a checkpoint: `step`, `path`",
+    "copied": "all ranks' states are in memory, by --replicate-state: `step`, `path`",
     "memory": "peak tensor bytes by kind: `ranks`, one object per rank",
     "timeline": "a recorded step: `step`, `path`, `seconds`, `bubble`",
     "restart": "ranks failed and are started again: `rank`, `cause`, `step` (done before), "

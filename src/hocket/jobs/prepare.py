@@ -122,9 +122,16 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
 
 
 def device_checked(options: TrainOptions) -> None:
-    """Refuse a device that is not there. Raises OptionError."""
+    """Refuse a device, or a folder in memory, that is not there. Raises OptionError."""
     from hocket.launch.launcher import cuda_shows
 
+    memory_folder = RunFolder(".").state_copies.parents[1]
+    if options.replicate_state and not os.access(memory_folder, os.W_OK):
+        raise OptionError(
+            f"--replicate-state {options.replicate_state} keeps copies below {memory_folder}, "
+            "which is not a folder that can be written to",
+            hint="HOCKET_STATE_COPIES=DIR of a file system in memory, or --replicate-state 0",
+        )
     if options.device == "cuda" and not cuda_shows():
         raise OptionError(
             "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"

@@ -63,7 +63,7 @@ class JobRecorder:
     """Hands events on to a listener and keeps what the summary needs.
 
     Attributes:
-        step, saved: the last step reported, and the last step saved by this job.
+        step, saved: the last step reported, and the last step saved or copied by this job.
         failures: message of each failure after which the ranks were restarted.
         recovered: seconds from each such failure to the next step.
     """
@@ -90,7 +90,7 @@ class JobRecorder:
                 self.steps.pop()  # taken again after a restart
             self.steps.append(event)
             self.step = event["step"]
-        elif event["event"] == "saved":
+        elif event["event"] in ("saved", "copied"):
             self.saved = event["step"]
         elif event["event"] == "eval":
             self.held_out.append(event)

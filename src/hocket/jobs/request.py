@@ -317,7 +317,7 @@ def check_options(options: TrainOptions) -> None:
         ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
         ("keep_every", 0),
         ("max_restarts", 0), ("max_skipped_steps", 0), ("replica_check_every", 0),
-        ("max_corrupt_records", 0),
+        ("replicate_state", 0), ("max_corrupt_records", 0),
         ("verify_every", 0), ("slow_rank_factor", 1.01),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)

@@ -108,6 +108,8 @@ def run(
             newest = next(candidates(folder.checkpoints), None)
             resume = newest is not None
             origin = f"checkpoint {newest.name}" if newest else "the first step"
+            if spec.options.replicate_state:
+                origin = f"the newest copy in memory, or {origin}"
             record.note(
                 f"{_first_line(error)}, after step {fault.step}; restart {used} of {most}, "
                 f"from {origin}"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 CHANGEABLE = frozenset(
     {"steps", "epochs", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
-     "keep_every", "save_mode",
+     "keep_every", "save_mode", "replicate_state",
      "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
      "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
      "memory_per_rank", "max_restarts", "grace_seconds", "replica_check_every", "on_divergence",

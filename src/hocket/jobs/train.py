@@ -227,16 +227,19 @@ def launch(
         record.note(remark)
     record.phase("starting ranks")
     beside = BackgroundLoad()
-    restart.run(
-        launcher,
-        ENTRY,
-        folder,
-        spec,
-        record,
-        payload={**prepare.payload(folder, spec), "faults": list(faults)},
-        startup_timeout=max(STARTUP, spec.options.timeout),
-        silence_timeout=spec.options.timeout,
-    )
+    try:
+        restart.run(
+            launcher,
+            ENTRY,
+            folder,
+            spec,
+            record,
+            payload={**prepare.payload(folder, spec), "faults": list(faults)},
+            startup_timeout=max(STARTUP, spec.options.timeout),
+            silence_timeout=spec.options.timeout,
+        )
+    finally:
+        shutil.rmtree(folder.state_copies, ignore_errors=True)
     disturbance = beside.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
         write_text(folder.others_file, json.dumps({"cores": disturbance}))

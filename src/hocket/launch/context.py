@@ -31,6 +31,7 @@ class RankContext:
         one_machine: all ranks share this machine (and its memory).
         attempt: 0 at first, counted up by every restart; keys of the store carry it.
         watched: a parent of ours watches the rank, and ends it.
+        address: of the host of rank 0.
         position: gives, as plain data, how far the rank has come in its collectives
             (`Mesh.position`); asked from another thread, where the run is silent.
         stop_asked: set once the job is asked to save and stop: by SIGTERM or SIGUSR1 to the parent,
@@ -48,6 +49,7 @@ class RankContext:
     _open_store: Callable[[float], Store] = dataclasses.field(repr=False)
     _store: Store | None = dataclasses.field(default=None, repr=False)
     watched: bool = True
+    address: str = "127.0.0.1"
     position: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, repr=False)
     stop_asked: threading.Event = dataclasses.field(default_factory=threading.Event, repr=False)
     heart: Heart = dataclasses.field(default_factory=Heart, repr=False)

@@ -68,6 +68,7 @@ def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
         one_machine=world.one_machine,
         attempt=world.attempt,
         watched=False,
+        address=world.address,
         _send=lambda message: None,
         _open_store=lambda timeout: _open(world, timeout),
     )

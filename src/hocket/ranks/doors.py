@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hocket.runtime.peer_files import own_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -79,14 +80,6 @@ class HostDoors(Doors):
 
         host, port = json.loads(self.store.get(f"serving/{self.number}/ranks"))
         return connect((host, port), self.token, rank)
-
-
-def own_address(towards: str) -> str:
-    """This host's address on the network that leads to another host, or to itself."""
-    (family, kind, _, _, address), *_ = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
 
 
 def write_address(path: str, address: tuple[str, int]) -> None:

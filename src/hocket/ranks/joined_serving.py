@@ -11,7 +11,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from hocket.ranks.doors import Doors, HostDoors, own_address, write_address
+from hocket.ranks.doors import Doors, HostDoors, write_address
+from hocket.runtime.peer_files import own_address
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext

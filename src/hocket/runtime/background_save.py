@@ -22,23 +22,60 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hocket.runtime.host_copy import HostCopy
 from hocket.runtime.rank_state import RankState
-from hocket.runtime.save_job import SaveJob
 from hocket.spec.errors import CheckpointError
 
 POLL = 0.005
 """Seconds until a writer first looks again; up to a quarter of a second later on."""
 
 
+class BackgroundJob(Protocol):
+    """What is written: a checkpoint (`runtime.save_job`), or copies in memory
+    (`runtime.state_copies`). What it raises that is an OSError or a CheckpointError costs this save
+    alone."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def final(self) -> Path: ...
+
+    def make(self) -> None:
+        """Rank 0, before any rank writes."""
+
+    def phases(
+        self, rank: int, state: RankState, buffers: Iterator[Any]
+    ) -> list[Callable[[], None]]:
+        """What each rank does in turn, each once all ranks have done the one before."""
+
+    def complete(self, size: int) -> None:
+        """Rank 0, once all ranks have done all of it."""
+
+    def discard(self) -> None:
+        """Rank 0, where one of them failed."""
+
+    def reason(self, error: OSError | CheckpointError) -> str:
+        """Why it could not be written, in words."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveResult:
-    """How one save ended. `reason`: why it could not be written; None: it is there."""
+    """How one save ended.
 
+    Attributes:
+        kind: of its job, `saved` or `copied`.
+        reason: why it could not be written; None: it is there.
+    """
+
+    kind: str
     step: int
     path: Path
     reason: str | None
@@ -73,7 +110,7 @@ class BackgroundSaver:
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
-    def save(self, job: SaveJob, state: RankState, begin: Callable[[], None]) -> None:
+    def save(self, job: BackgroundJob, state: RankState, begin: Callable[[], None]) -> None:
         """Copy the state, and have it written. Every rank calls it; the one that is still writing
         the save before waits for its own file first.
 
@@ -122,14 +159,14 @@ class BackgroundSaver:
 
     # --- the writer ------------------------------------------------------------------------
 
-    def _run(self, count: int, job: SaveJob, state: RankState, reason: str) -> None:
+    def _run(self, count: int, job: BackgroundJob, state: RankState, reason: str) -> None:
         try:
             self._write(f"save/{count}", job, state, reason)
         except BaseException as error:
             self._error = error
 
-    def _write(self, key: str, job: SaveJob, state: RankState, reason: str) -> None:
-        made, votes, failed = f"{key}/made", f"{key}/votes", f"{key}/failed"
+    def _write(self, key: str, job: BackgroundJob, state: RankState, reason: str) -> None:
+        made, failed = f"{key}/made", f"{key}/failed"
         if self.rank == 0:
             if not reason:
                 reason = _tried(job, job.make)
@@ -138,23 +175,28 @@ class BackgroundSaver:
             self._store.set(made, "1")
         elif not self._until(lambda: bool(self._store.check([made]))):
             return
-        if not reason and not self._store.check([failed]):
-            reason = _tried(job, lambda: job.write(self.rank, state, self._buffers()))
-            if reason:
-                self._fail(failed, reason)
-        elif reason and self.rank:
+        if reason and self.rank:
             self._fail(failed, reason)
-        self._store.add(votes, 1)
-        if self.rank or not self._until(lambda: self._store.add(votes, 0) == self.size):
-            return
+        phases = job.phases(self.rank, state, self._buffers())
+        keys = [f"{key}/votes/{number}" for number in range(len(phases))]
+        for votes, act in zip(keys, phases, strict=True):
+            if not reason and not self._store.check([failed]):
+                reason = _tried(job, act)
+                if reason:
+                    self._fail(failed, reason)
+            self._store.add(votes, 1)
+            if self.rank and votes == keys[-1]:
+                return
+            if not self._until(lambda votes=votes: self._store.add(votes, 0) == self.size):  # type: ignore[misc]
+                return
         if self._store.check([failed]):
             reason = str(json.loads(self._store.get(failed))["reason"])
         else:
             reason = _tried(job, lambda: job.complete(self.size))
         if reason:
             job.discard()
-        self._results.append(SaveResult(job.step, job.final, reason or None))
-        for name in (made, votes, failed):
+        self._results.append(SaveResult(job.kind, job.step, job.final, reason or None))
+        for name in (made, failed, *keys):
             with contextlib.suppress(RuntimeError):  # a store that cannot delete
                 self._store.delete_key(name)
 
@@ -178,7 +220,7 @@ class BackgroundSaver:
         return True
 
 
-def _tried(job: SaveJob, act: Callable[[], None]) -> str:
+def _tried(job: BackgroundJob, act: Callable[[], None]) -> str:
     """Do a part of a save; why it failed, or nothing."""
     try:
         act()

@@ -195,7 +195,9 @@ def load_checkpoint(
                 assert optimizer_state is not None
                 state = _relay(manifest, files, parallel, optimizer_state, world.rank)
             else:
-                state = _restore(files[0], manifest.shards[world.rank], parallel, optimizer_state)
+                state = fill_from_shard(
+                    files[0], manifest.shards[world.rank], parallel, optimizer_state
+                )
             for file in files:
                 file.close()
             return Restored(
@@ -291,9 +293,11 @@ def _differences(shard: Shard, parallel: CheckpointedParallel) -> Iterator[str]:
             yield f"{name} has another layout"
 
 
-def _restore(
+def fill_from_shard(
     file: TensorFile, shard: Shard, parallel: CheckpointedParallel, live: OptimizerState | None
 ) -> dict[str, dict[str, Tensor]]:
+    """Fill a rank from its own file, open and verified; the optimizer's state. Raises
+    CheckpointError: the file holds other parameters or states than the rank has."""
     odd = list(_differences(shard, parallel))
     if live is not None:
         odd += _other_states(shard, live)

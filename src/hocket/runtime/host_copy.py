@@ -11,6 +11,7 @@ they are memcpy.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,28 @@ from hocket.spec.tensor_file import TensorEntry
 
 ALIGNED = 64
 """Bytes at whose multiples a tensor begins."""
+SMALL = 16_000_000
+"""Bytes of a rank's state below which `auto` saves without a copy: files are written in tens of
+milliseconds, most of which is the disk's time to flush."""
+SHARE = 0.5
+"""Share of a host's free memory that the copies of its ranks may take by default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostNeed:
+    """What one rank's copy takes of its host's memory: bytes, and those that are free there."""
+
+    host: str
+    bytes: int
+    free: int
+
+
+def background_fits(rows: list[HostNeed]) -> bool:
+    """Whether copies of all ranks' states are worth it, and fit their hosts' memory."""
+    free = {row.host: row.free for row in rows}
+    need = {host: sum(row.bytes for row in rows if row.host == host) for host in free}
+    fits = all(need[host] <= SHARE * free[host] for host in free)
+    return fits and max(row.bytes for row in rows) >= SMALL
 
 
 class HostCopy:

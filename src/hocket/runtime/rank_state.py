@@ -119,7 +119,9 @@ class RankState:
             for index in indices:
                 yield raw_bytes(self.tensors[index])
 
-    def write(self, aside: Path, rank: int, buffers: Iterator[Any]) -> Shard:
+    def write(
+        self, aside: Path, rank: int, buffers: Iterator[Any], *, read_back: bool = True
+    ) -> Shard:
         """Write the rank's file of `buffers` (one a tensor), flush it, and read it back.
 
         Raises:
@@ -148,9 +150,10 @@ class RankState:
         shard = Shard(
             rank=rank, file=path.name, placements=self._placements, tensors=tuple(records)
         )
-        _forget_cached(path)
-        with words.open_shard(aside, shard):
-            pass
+        if read_back:
+            _forget_cached(path)
+            with words.open_shard(aside, shard):
+                pass
         return shard
 
 

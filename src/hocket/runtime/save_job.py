@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class SaveJob:
     extra: Mapping[str, Any] | None = None
     keep: int = 2
     keep_every: int = 0
+    kind = "saved"
 
     @property
     def final(self) -> Path:
@@ -55,6 +56,12 @@ class SaveJob:
         """Make the folder aside, without what an earlier attempt left there. Rank 0."""
         shutil.rmtree(self.aside, ignore_errors=True)
         self.aside.mkdir(parents=True)
+
+    def phases(
+        self, rank: int, state: RankState, buffers: Iterator[Any]
+    ) -> list[Callable[[], None]]:
+        """What each rank does in the background before `complete`."""
+        return [lambda: self.write(rank, state, buffers)]
 
     def write(self, rank: int, state: RankState, buffers: Iterator[Any]) -> None:
         """Write one rank's file and its records."""

@@ -19,6 +19,7 @@ RUN/
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -110,6 +111,9 @@ class TrainOptions:
             output head).
         save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
             the end; 0: none.
+        replicate_state: steps between copies of every rank's weights and optimizer state in memory,
+            on its own host and on the next, from which a restart continues where they are newer
+            than the last checkpoint; 0: none.
         save_mode: whether training continues while a checkpoint is written: background (from a copy
             of weights and optimizer state in host memory), blocking (it waits), or auto (background
             where host memory suffices and the state is large). One of: auto, background, blocking.
@@ -183,6 +187,7 @@ class TrainOptions:
     lora_targets: str | None = None
     save_every: int | str = "30m"
     save_mode: str = "auto"
+    replicate_state: int = 0
     keep_checkpoints: int = 2
     keep_every: int = 0
     log_interval: int | None = None
@@ -378,6 +383,13 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def state_copies(self) -> Path:
+        """In this host's memory: copies of ranks' states, of `--replicate-state`."""
+        root = Path(os.environ.get("HOCKET_STATE_COPIES") or "/dev/shm")
+        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
+        return root / f"hocket-{os.getuid()}" / name
 
     @property
     def model(self) -> Path:

@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hocket.models.rows import one_sequence_each, packed_rows
-from hocket.runtime.checkpoint import load_checkpoint
 from hocket.runtime.lora import TrainedParameters
-from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import HocketError, TrainingError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes
@@ -64,8 +62,6 @@ FIRST_STEP = 60.0
 """Seconds without progress allowed in the first steps, unless torch.compile is at work."""
 LEAST = 4.0
 """Seconds without progress that are always allowed between steps."""
-ENDING = 20.0
-"""Seconds that a run that fails waits for a checkpoint that is being written."""
 SETTLED = 21
 """Steps whose median is a step's time."""
 
@@ -150,8 +146,7 @@ class Loop:
             ReplicaError: data-parallel replicas differ.
             CheckpointError: nothing to resume from.
         """
-        if self.options.resume:
-            self._resume()
+        self._restore()
         steps = self.options.steps
         metrics = None
         if self.leads:
@@ -164,8 +159,8 @@ class Loop:
             self._say(event="phase", name="training")
             with self._rows():
                 self._steps(self.done, steps, metrics)
-        except HocketError:
-            self.saves.finish(ENDING)  # a checkpoint to go on from
+        except HocketError as error:
+            self.saves.end(error)
             raise
         finally:
             gc.unfreeze()
@@ -175,8 +170,10 @@ class Loop:
                     self._load.write(self.folder.experts_file)
         if self.done < steps:
             self._say(event="stopped", step=self.done)
+            self.saves.end()
             return
         self._export()
+        self.saves.end()
         self._say(event="done", steps=steps)
 
     def _steps(self, first: int, steps: int, metrics: TrainingMetrics | None) -> None:
@@ -247,15 +244,19 @@ class Loop:
                 and (step % every == 0 or self.saves.due(step) or ask)
             ):
                 self._say_note(self.replicas.compare(step))
-            if self.saves.due(step) or ask:
+            saved = self.saves.due(step) or ask
+            if saved or self.saves.copies_due(step):
                 if underway is not None:
                     self._report(underway, metrics)
                 if unread:
                     self._report(Readings(unread, self._load.take()), metrics)
                 underway, unread = None, []
-                with self._long():
-                    self.saves.save(step, last=step == steps or ask == STOP)
-                pauses.saved()
+                if saved:
+                    with self._long():
+                        self.saves.save(step, last=step == steps or ask == STOP)
+                    pauses.saved()
+                else:
+                    self.saves.copy(step)
             self.saves.poll()
             if ask == STOP:
                 return
@@ -421,15 +422,11 @@ class Loop:
 
     # --- checkpoints -----------------------------------------------------------------------
 
-    def _resume(self) -> None:
+    def _restore(self) -> None:
         with self._long():
-            restored = load_checkpoint(
-                self.folder.checkpoints,
-                parallel=TrainedParameters(self.parallel),
-                layout=str(self.spec.layout),
-                model=config_hash(self.spec.config),
-                optimizer_state=self.job.optimizer.state_tensors(),
-            )
+            restored = self.saves.restore()
+        if restored is None:
+            return
         cursor = self.inputs.dataset.cursor(restored.step * self.spec.workload.global_batch)
         assert {**cursor, **restored.cursor} == cursor, (restored.cursor, cursor)
         self.done = self.parallel.step = restored.step

@@ -7,7 +7,6 @@ it. The last one, and one after which the run stops, are waited for.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -17,13 +16,15 @@ import torch
 
 from hocket.runtime import collectives
 from hocket.runtime.background_save import BackgroundSaver
-from hocket.runtime.checkpoint import save_checkpoint
+from hocket.runtime.checkpoint import CheckpointWorld, Restored, load_checkpoint, save_checkpoint
+from hocket.runtime.host_copy import SHARE, HostNeed, background_fits
 from hocket.runtime.host_memory import free_memory
 from hocket.runtime.lora import TrainedParameters
 from hocket.runtime.rank_state import RankState
 from hocket.runtime.save_job import SaveJob
-from hocket.spec.checkpoint import config_hash
-from hocket.spec.errors import SaveError, TrainingError
+from hocket.runtime.state_copies import CopyJob, StateCopies
+from hocket.spec.checkpoint import candidates, config_hash
+from hocket.spec.errors import HocketError, ReplicaError, SaveError, TrainingError
 from hocket.spec.run import RunFolder
 from hocket.spec.units import format_bytes, parse_bytes, parse_duration
 from hocket.training import timeline
@@ -34,28 +35,8 @@ from hocket.training.faults import Faults
 if TYPE_CHECKING:
     from hocket.launch import RankContext
 
-SMALL = 16_000_000
-"""Bytes of a rank's state below which `auto` saves without a copy: files are written in tens of
-milliseconds, most of which is the disk's time to flush."""
-SHARE = 0.5
-"""Share of a host's free memory that the copies of its ranks may take by default."""
-
-
-@dataclasses.dataclass(frozen=True)
-class HostNeed:
-    """What one rank's copy takes of its host's memory: bytes, and those that are free there."""
-
-    host: str
-    bytes: int
-    free: int
-
-
-def background_fits(rows: list[HostNeed]) -> bool:
-    """Whether copies of all ranks' states are worth it, and fit their hosts' memory."""
-    free = {row.host: row.free for row in rows}
-    need = {host: sum(row.bytes for row in rows if row.host == host) for host in free}
-    fits = all(need[host] <= SHARE * free[host] for host in free)
-    return fits and max(row.bytes for row in rows) >= SMALL
+ENDING = 20.0
+"""Seconds that a run that fails waits for a checkpoint that is being written."""
 
 
 class Saves:
@@ -86,6 +67,8 @@ class Saves:
         self.seconds = parse_duration(every) if isinstance(every, str) else None
         self._trained = TrainedParameters(job.parallel)
         self._saver: BackgroundSaver | None = None
+        self.copies: StateCopies | None = None
+        self._copier: BackgroundSaver | None = None
 
     @property
     def in_background(self) -> bool:
@@ -107,23 +90,37 @@ class Saves:
         Returns:
             What rank 0 prints of it.
         """
-        mode = self.options.save_mode
-        if mode == "blocking" or self.options.save_every == 0:
+        mode, note = self.options.save_mode, None
+        wait = mode == "blocking" or self.options.save_every == 0
+        if wait and self.copies is None:
             return None
         state = RankState(self._trained, self.job.optimizer.state_tensors())
-        if mode == "auto" and not self._agreed(state.num_bytes, peak_bytes):
-            return None
-        store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        if self.context.world_size > 1:
-            # A connection of its own: one that waits for a value must not hold up the others.
-            store = self.context.store().clone()  # type: ignore[attr-defined]
-        self._saver = BackgroundSaver(
-            self.context.rank, self.context.world_size, store, self.job.mesh.device,
+        if self.copies is not None:
+            if short := self.copies.room(state.num_bytes):
+                note = f"--replicate-state is off: {short}"
+            else:
+                self._copier = self._writer("copies", state)
+        if wait or (mode == "auto" and not self._agreed(state.num_bytes, peak_bytes)):
+            return note
+        self._saver = self._writer("saves", state)
+        size = format_bytes(self._saver.copy.num_bytes)
+        text = f"saves are written in the background from a copy in host memory ({size} a rank)"
+        return "; ".join(filter(None, (text, note)))
+
+    def _writer(self, name: str, state: RankState) -> BackgroundSaver:
+        saver = BackgroundSaver(
+            self.context.rank, self.context.world_size,
+            torch.distributed.PrefixStore(name, self._store()), self.job.mesh.device,  # type: ignore[attr-defined]
             progress=lambda: self._faults.at("write"),
         )  # fmt: skip
-        self._saver.copy.reserve(state)
-        size = format_bytes(self._saver.copy.num_bytes)
-        return f"saves are written in the background from a copy in host memory ({size} a rank)"
+        saver.copy.reserve(state)
+        return saver
+
+    def _store(self) -> Any:
+        """A connection of its own: one that waits for a value must not hold up the others."""
+        if self.context.world_size == 1:
+            return torch.distributed.HashStore()  # type: ignore[attr-defined]
+        return self.context.store().clone()  # type: ignore[attr-defined]
 
     def _agreed(self, num_bytes: int, peak_bytes: int) -> bool:
         free, host = free_memory(), os.uname().nodename
@@ -140,10 +137,62 @@ class Saves:
             return fits
         return bool(json.loads(self.context.store().get(key)))
 
+    def restore(self) -> Restored | None:
+        """Fill this rank from the newest copy in memory or checkpoint; None: the run begins. Every
+        rank calls it. Raises CheckpointError: no checkpoint to resume from is whole."""
+        context, options, spec = self.context, self.options, self.job.spec
+        of_run: Any = {"layout": str(spec.layout), "model": config_hash(spec.config)}
+        again = options.resume or context.attempt
+        if again:
+            of_run["optimizer_state"] = self.job.optimizer.state_tensors()
+        if options.replicate_state:
+            self.copies = StateCopies(
+                self.folder.state_copies, rank=context.rank, size=context.world_size,
+                local_rank=context.local_rank, store=self._store(),
+                towards="" if context.one_machine else context.address,
+            )  # fmt: skip
+            if not again:
+                self.copies.clear()
+            else:
+                agree = CheckpointWorld.of(self.job.mesh).all_agree
+                copy = self.copies.restore(
+                    self._trained, newest=self._newest(), all_agree=agree, **of_run
+                )
+                if copy is not None:
+                    return copy
+        if not options.resume:
+            return None
+        return load_checkpoint(self.folder.checkpoints, parallel=self._trained, **of_run)
+
+    def _newest(self) -> int:
+        """Step of the newest checkpoint; 0: there is none."""
+        path = next(candidates(self.folder.checkpoints), None)
+        return 0 if path is None else int(path.name.removeprefix("step-"))
+
     def before_update(self) -> None:
         """To be called before parameters or the optimizer's state change."""
-        if self._saver is not None:
-            self._saver.copy.before_update()
+        for saver in filter(None, (self._saver, self._copier)):
+            saver.copy.before_update()
+
+    def copies_due(self, step: int) -> bool:
+        """Whether ranks' states are copied after `step`; a checkpoint is one as well."""
+        return self._copier is not None and step % self.options.replicate_state == 0
+
+    def copy(self, step: int) -> None:
+        """Copy what all ranks hold after `step` into memory; all of them call it."""
+        assert self._copier is not None and self.copies is not None  # noqa: PT018
+        job = CopyJob(copies=self.copies, newest=self._newest(), **self._at(step))
+        state = RankState(self._trained, self.job.optimizer.state_tensors())
+        self._copier.save(job, state, lambda: None)
+
+    def _at(self, step: int) -> dict[str, Any]:
+        spec = self.job.spec
+        return {
+            "step": step,
+            "layout": str(spec.layout),
+            "model": config_hash(spec.config),
+            "cursor": self._dataset.cursor(step * spec.workload.global_batch),
+        }
 
     def save(self, step: int, *, last: bool) -> None:
         """Save what all ranks hold after `step`; all of them call it.
@@ -154,15 +203,8 @@ class Saves:
         Raises:
             TrainingError: the last checkpoint could not be written.
         """
-        spec = self.job.spec
-        kwargs: dict[str, Any] = {
-            "step": step,
-            "layout": str(spec.layout),
-            "model": config_hash(spec.config),
-            "cursor": self._dataset.cursor(step * spec.workload.global_batch),
-            "keep": self.options.keep_checkpoints,
-            "keep_every": self.options.keep_every,
-        }
+        keep, keep_every = self.options.keep_checkpoints, self.options.keep_every
+        kwargs: dict[str, Any] = {**self._at(step), "keep": keep, "keep_every": keep_every}
         if self._saver is not None and not last:
             state = RankState(self._trained, self.job.optimizer.state_tensors())
             job = SaveJob(folder=self.folder.checkpoints, **kwargs)
@@ -187,22 +229,32 @@ class Saves:
         self._faults.at("save")
 
     def poll(self) -> None:
-        """Report the saves that have ended."""
-        for result in () if self._saver is None else self._saver.finished():
-            if result.reason is None:
-                self._saved(result.step, result.path)
-            else:
-                self._not_saved(f"step {result.step} was not saved: {result.reason}")
+        """Report the saves and copies that have ended."""
+        for saver in filter(None, (self._saver, self._copier)):
+            for result in saver.finished():
+                if result.reason is None:
+                    self._saved(result.step, result.path, result.kind)
+                else:
+                    self._not_saved(f"step {result.step} was not {result.kind}: {result.reason}")
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for what is being written, `seconds` at most, and report it."""
-        if self._saver is not None:
-            self._saver.wait(seconds)
-            self.poll()
+        for saver in filter(None, (self._saver, self._copier)):
+            saver.wait(seconds)
+        self.poll()
 
-    def _saved(self, step: int, path: Path) -> None:
+    def end(self, error: HocketError | None = None) -> None:
+        """The run ends here, in good order or with what a restart does not mend. Copies in memory
+        go where nothing continues from them: after the end, and of replicas that differ."""
+        if error is not None:
+            self.finish(ENDING)  # a checkpoint to continue from
+        if self.copies is not None and (error is None or isinstance(error, ReplicaError)):
+            self.finish()
+            self.copies.clear()
+
+    def _saved(self, step: int, path: Path, kind: str = "saved") -> None:
         if self.context.rank == 0:
-            self.context.emit({"event": "saved", "step": step, "path": str(path)})
+            self.context.emit({"event": kind, "step": step, "path": str(path)})
 
     def _not_saved(self, text: str) -> None:
         text += "; training continues, and older checkpoints stay"
