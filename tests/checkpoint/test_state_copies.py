@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch.distributed as dist  # noqa: E402
 
 from hocket.runtime import peer_files  # noqa: E402
 from hocket.runtime.background_save import BackgroundSaver  # noqa: E402
+from hocket.runtime.checkpoint import CheckpointWorld  # noqa: E402
 from hocket.runtime.rank_state import RankState  # noqa: E402
-from hocket.runtime.state_copies import NAMES, CopyJob, StateCopies, holder, whole  # noqa: E402
-from tests.checkpoint.test_checkpoint import MODEL, Held  # noqa: E402
+from hocket.runtime.state_copies import NAMES, CopyJob, StateCopies, complete_steps, holder  # noqa: E402
+from tests.checkpoint.test_checkpoint import MODEL, Held, load  # noqa: E402
 
 RUN: dict[str, Any] = {"layout": "tp2", "model": MODEL}
 
@@ -53,8 +55,8 @@ class Hosts:
     def _one(self, rank: int) -> StateCopies:
         store = dist.PrefixStore(str(self.attempt), self.store).clone()
         return StateCopies(
-            self.folder / f"host-{rank}" / "run", rank=rank, size=2, local_rank=0, store=store,
-            towards="127.0.0.1",
+            self.folder / f"host-{rank}" / "run", self.folder / "checkpoints", rank=rank, size=2,
+            local_rank=0, store=store, towards="127.0.0.1",
         )  # fmt: skip
 
     def copy(self, copies: list[StateCopies], held: list[Held], step: int, **more: Any) -> list:
@@ -71,7 +73,12 @@ class Hosts:
             saver.wait(30)
         return list(savers[0].finished())
 
-    def restore(self, copies: list[StateCopies], held: list[Held], newest: int = 0) -> list:
+    def restore(
+        self, copies: list[StateCopies], held: list[Held], newest: int = 0, **of: Any
+    ) -> list:
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        if newest:
+            words.step_folder(self.folder / "checkpoints", newest).mkdir(parents=True)
         votes = threading.Barrier(2)
         said: list[bool] = [True, True]
 
@@ -85,8 +92,8 @@ class Hosts:
         return together(
             *(
                 lambda one=one, its=its: one.restore(
-                    its, optimizer_state=its.state, newest=newest,
-                    all_agree=lambda mine: agree(one.rank, mine), **RUN,
+                    its, optimizer_state=its.state,
+                    all_agree=lambda mine: agree(one.rank, mine), **{**RUN, **of},
                 )
                 for one, its in zip(copies, held, strict=True)
             )
@@ -100,8 +107,6 @@ def same(one: Held, other: Held) -> bool:
 
 
 def test_a_lost_host_gets_its_state_from_the_next(tmp_path: Path) -> None:
-    import shutil
-
     hosts, held = Hosts(tmp_path), [Held(1), Held(2)]
     copies = hosts.start()
     assert [one.held for one in copies] == [[1], [0]]
@@ -147,6 +152,20 @@ def test_what_is_older_than_a_checkpoint_or_of_another_run_is_not_read(tmp_path:
     assert hosts.restore(hosts.start(), held, newest=4) == [None, None]
 
 
+def test_a_copy_of_another_layout_becomes_a_checkpoint(tmp_path: Path) -> None:
+    hosts, held = Hosts(tmp_path), [Held(1), Held(2)]
+    hosts.copy(hosts.start(), held, 6)
+    shutil.rmtree(tmp_path / "host-1")
+    assert hosts.restore(hosts.start(), [Held(8), Held(9)], layout="dp2") == [None, None]
+    saved = tmp_path / "checkpoints" / "step-000006"
+    manifest = words.verify(saved)
+    assert (manifest.layout, manifest.model, manifest.cursor) == ("tp2", MODEL, {"at": 6})
+    assert len(manifest.shards) == 2
+    one = Held(9)
+    assert load(tmp_path / "checkpoints", one, world=CheckpointWorld(rank=0, size=2)).step == 6
+    assert all(torch.equal(one.tensors[n], t) for n, t in held[0].tensors.items())
+
+
 def test_memory_holds_two_copies_at_most(tmp_path: Path) -> None:
     hosts, held = Hosts(tmp_path), [Held(1), Held(2)]
     copies = hosts.start()
@@ -174,8 +193,12 @@ def test_the_holder_is_on_the_next_host() -> None:
 
 
 def test_a_step_counts_once_every_state_is_somewhere() -> None:
-    rows = [[(2, 0), (2, 1), (4, 0)], [], [(2, 0), (4, 1), (6, 1)]]
-    assert whole(rows, 2) == [(4, [0, 2]), (2, [0, 0])]
+    rows = [
+        [(2, "tp2", 2, 0), (2, "tp2", 2, 1), (4, "tp2", 2, 0)],
+        [],
+        [(2, "tp2", 2, 0), (4, "tp2", 2, 1), (6, "tp2", 2, 1), (8, "dp1", 1, 0)],
+    ]
+    assert complete_steps(rows) == [(8, "dp1", [2]), (4, "tp2", [0, 2]), (2, "tp2", [0, 0])]
 
 
 def test_a_server_gives_what_is_named_to_those_who_know_the_token(tmp_path: Path) -> None:
@@ -185,15 +208,15 @@ def test_a_server_gives_what_is_named_to_those_who_know_the_token(tmp_path: Path
     (tmp_path / "secret").write_text("x")
     server = peer_files.PeerServer(folder.parent, NAMES, "127.0.0.1", "token")
     target = tmp_path / "got"
-    peer_files.fetch(server.address, "token", "step-000001/rank-00000.json", target)
+    peer_files.fetch_peer_file(server.address, "token", "step-000001/rank-00000.json", target)
     assert target.read_text() == "{}"
     for token, name in (
         ("other", "step-000001/rank-00000.json"), ("token", "../secret"),
         ("token", "step-000001/rank-00001.json"),
     ):  # fmt: skip
         with pytest.raises(OSError, match="does not have"):
-            peer_files.fetch(server.address, token, name, tmp_path / "none")
+            peer_files.fetch_peer_file(server.address, token, name, tmp_path / "none")
         assert not (tmp_path / "none").exists()
     server.close()
     with pytest.raises(OSError, match="refused"):
-        peer_files.fetch(server.address, "token", "step-000001/rank-00000.json", target)
+        peer_files.fetch_peer_file(server.address, "token", "step-000001/rank-00000.json", target)

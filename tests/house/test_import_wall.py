@@ -57,7 +57,7 @@ OUTSIDE: dict[str, set[str]] = {
         "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
         "tqdm",  # whose bars huggingface_hub asks for
     },
-    "runtime": {"torch", "numpy", "torchao", "triton"},
+    "runtime": {"torch", "numpy", "torchao", "triton", "fsspec"},
     "launch": {"torch"},
     "probing": {"torch", "numpy", "pynvml"},
     "training": {

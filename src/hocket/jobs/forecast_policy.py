@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, links, prepare
+from hocket.jobs import elastic, forecast, links, prepare
+from hocket.jobs.precision import on_cuda
 from hocket.jobs.validate import validate
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
@@ -86,11 +87,20 @@ def choose(
             found = validate(job.source.dimensions, layout, request.workload)
         except HocketError:
             return None
+        if request.ranks is not None and found.world_size > request.ranks:
+            return None
         size = request.workload.global_batch // found.dp // (found.microbatches or 1)
         return found if request.micro_batch_size in (None, size) else None
 
-    if "layout" not in request.given and machine.kept(request.options.device) is None:
-        layout = by_catalogue(job, visible(), legal)
+    unmeasured = request.cluster in (NONE, AUTO) and machine.kept(request.options.device) is None
+    if unmeasured and request.ranks is not None and not on_cuda(request.options):
+        layout = elastic.unmeasured_layout(job, request.ranks)
+        record.note(
+            f"layout {layout}, for {request.ranks} ranks; hocket probe measures this machine"
+        )
+        return (Forecast.none(str(layout), UNMEASURED), None), prepare.placed(job, layout)
+    if "layout" not in request.given and unmeasured:
+        layout = by_catalogue(job, request.ranks or visible(), legal)
         record.note(f"layout {layout}, by the catalogue's figures of its GPUs; --layout chooses")
         return (Forecast.none(str(layout), UNMEASURED), None), prepare.placed(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster

@@ -107,6 +107,11 @@ class JobRecorder:
         """The ranks that failed at `failed` (`time.monotonic`) are started again."""
         self._failed = failed
 
+    @property
+    def stepped(self) -> bool:
+        """Whether ranks took a step since they were last started again."""
+        return self._failed is None
+
     def phase(self, name: str) -> None:
         self({"event": "phase", "name": name})
 

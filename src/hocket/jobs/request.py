@@ -70,6 +70,8 @@ class JobRequest:
             `none`: no prediction.
         again: the run folder held this run already; without a checkpoint it starts over.
         micro_batch_size: sequences of a microbatch that a layout hocket chooses must have.
+        ranks: that a layout hocket chooses may have at most, where devices are gone or back; None:
+            all devices.
     """
 
     model: str
@@ -83,6 +85,7 @@ class JobRequest:
     cluster: str = AUTO
     micro_batch_size: int | None = None
     again: bool = False
+    ranks: int | None = None
     given: frozenset[str] = frozenset()
     """Names that were given a value, even if it is the default: what a resumed run must match."""
 

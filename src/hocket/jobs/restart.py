@@ -41,6 +41,14 @@ class Fault:
     cause: str
 
 
+class DeviceGone(Exception):
+    """With `--elastic`: a rank died twice before its first step; `ranks` are left."""
+
+    def __init__(self, text: str, ranks: int) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+
+
 def run(
     launcher: Launcher,
     entry: str,
@@ -60,6 +68,7 @@ def run(
 
     Raises:
         RankFailure: restarts are used up, or the same failure came back at the same step.
+        DeviceGone: with `--elastic`, one that came back before any step.
         HocketError: what a rank raised that a restart does not mend.
     """
     most, used, attempt = spec.options.max_restarts, 0, 0
@@ -101,6 +110,8 @@ def run(
                 used, saved = 0, record.saved
             fault = Fault(record.step, error.rank, str(getattr(error, "cause", "")))
             if most and fault == last:
+                if spec.options.elastic and not record.stepped and spec.layout.world_size > 1:
+                    raise DeviceGone(_first_line(error), spec.layout.world_size - 1) from error
                 raise _again(error, fault) from None
             if used >= most:
                 raise _used_up(error, used) from None

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, lock, memory, prepare, report
+from hocket.jobs import elastic, forecast, lock, memory, prepare, report
 from hocket.jobs.request import (
     LAYOUT_FIELDS,
     OPTION_FIELDS,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 CHANGEABLE = frozenset(
     {"steps", "epochs", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
-     "keep_every", "save_mode", "replicate_state",
+     "keep_every", "save_mode", "replicate_state", "upload", "elastic",
      "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
      "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
      "memory_per_rank", "max_restarts", "grace_seconds", "replica_check_every", "on_divergence",
@@ -227,10 +227,13 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
         request=own, source=of_run(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)
     )
     layout = spec.layout if request.auto else _layout(request, spec.layout)
-    if not request.auto:
+    ranks = elastic.ranks_there(request, options, layout, world_size)
+    if ranks is not None:
+        job = dataclasses.replace(job, request=elastic.chosen_for(own, ranks), layout=layout)
+    elif not request.auto:
         kept = _schedule(folder, layout) if layout == spec.layout else None
         job = prepare.placed(job, layout, world_size=world_size, schedule=kept)
-    if (request.auto or job.layout != spec.layout) and steps == step:
+    if ranks is None and (request.auto or job.layout != spec.layout) and steps == step:
         raise CheckpointError(
             f"the run in {folder.path} has taken all of its {steps} steps: there are none to take "
             "in another layout",

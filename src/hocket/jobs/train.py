@@ -32,6 +32,7 @@ from hocket.jobs import (
     restart,
     resume,
     topology,
+    upload,
     weights,
 )
 from hocket.jobs.background_load import BackgroundLoad
@@ -76,6 +77,7 @@ def train(
     record = JobRecorder(on_event)
     if context is not None:
         return _join(request, context, record)
+    upload.fetch_run(request, record)
     request = resume.continued(request)
     if request.again and (rows := resume.finished(request)):
         return _finished(request, rows, record)
@@ -86,14 +88,7 @@ def train(
             options = found.job.request.options
             with _warm(launcher, options) as warm:
                 spec = resumed(found, record, launcher=warm)
-                summary = launch(
-                    warm,
-                    found.folder,
-                    spec,
-                    record,
-                    cluster=request.cluster,
-                    faults=faults,
-                )
+                summary = _launched(warm, found.folder, spec, record, request, faults=faults)
         return _told(summary, request, record)
     if request.run is not None:
         lock.check(request.run)
@@ -105,16 +100,33 @@ def train(
         unstarted_is_no_run(folder, fresh=request.run is None),
         _warm(launcher, request.options) as warm,
     ):
-        summary = launch(
-            warm,
-            folder,
-            prepared(job, folder, record, launcher=warm),
-            record,
-            cluster=request.cluster,
-            accumulate=_may_accumulate(request),
-            faults=faults,
+        spec = prepared(job, folder, record, launcher=warm)
+        summary = _launched(
+            warm, folder, spec, record, request, accumulate=_may_accumulate(request), faults=faults
         )
     return _told(summary, request, record)
+
+
+def _launched(
+    launcher: Launcher,
+    folder: RunFolder,
+    spec: RunSpec,
+    record: JobRecorder,
+    request: JobRequest,
+    **more: Any,
+) -> Summary:
+    """`launch`, and with `--elastic` again on the devices that are left where one is gone."""
+    try:
+        while True:
+            try:
+                return launch(launcher, folder, spec, record, cluster=request.cluster, **more)
+            except restart.DeviceGone as gone:
+                record.note(f"{gone}, twice before a step: its device counts as gone")
+                left = dataclasses.replace(request, run=folder.path, ranks=gone.ranks, again=True)
+                found = resume.plan(dataclasses.replace(left, auto=False))
+                spec, more["accumulate"] = resumed(found, record, launcher=launcher), False
+    finally:
+        shutil.rmtree(folder.state_copies, ignore_errors=True)
 
 
 def _warm(
@@ -227,7 +239,7 @@ def launch(
         record.note(remark)
     record.phase("starting ranks")
     beside = BackgroundLoad()
-    try:
+    with upload.uploads(folder, spec, record):
         restart.run(
             launcher,
             ENTRY,
@@ -238,8 +250,6 @@ def launch(
             startup_timeout=max(STARTUP, spec.options.timeout),
             silence_timeout=spec.options.timeout,
         )
-    finally:
-        shutil.rmtree(folder.state_copies, ignore_errors=True)
     disturbance = beside.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
         write_text(folder.others_file, json.dumps({"cores": disturbance}))
@@ -315,10 +325,14 @@ def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Sum
         return _run_joined(request, context, record, None)
     with contextlib.ExitStack() as stack:
         try:
+            upload.fetch_run(request, record)
             request = resume.continued(request)
             if request.again and (rows := resume.finished(request)):
                 if context.world_size > 1:
+                    from hocket.launch import wait_until_asked
+
                     context.store().set("hocket/prepared", json.dumps({"finished": True}))
+                    wait_until_asked(context.world_size - 1)
                 return _finished(request, rows, record)
             if request.options.resume:
                 stack.enter_context(resume.folder_locked(request))
@@ -354,7 +368,7 @@ def _run_joined(
     world, options = context.world_size, request.options
     if folder is None:
         # Whatever can be refused alone is refused at once; the data is rank 0's.
-        if not options.resume:
+        if not (options.resume or options.elastic):
             prepare.plan(request, world_size=world)
         context.store(STARTUP)
         ready = json.loads(context.store().get("hocket/prepared"))
@@ -371,12 +385,18 @@ def _run_joined(
     spec = folder.load(trust_remote_code=options.trust_remote_code)
     fetch_again(spec)  # of this host's cache, where it is another one than rank 0's
     options = spec.options  # those of the run, where it is resumed
+    if context.rank >= spec.layout.world_size:  # --elastic: the layout has fewer ranks
+        return Summary(run=folder.path)
     if context.rank > 0 and context.local_rank == 0 and not context.one_machine:
         # Rank 0 has verified what its host sees of the file system; this is another host.
         from hocket.training.token_manifest import verify as verify_data
 
         verify_data(folder.data, spec.workload.seq_len, adopt=False)
-    with unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume):
+    uploading = upload.uploads(folder, spec, record)
+    with (
+        unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume),
+        uploading if context.rank == 0 else contextlib.nullcontext(),
+    ):
         if context.rank == 0:
             cluster = (
                 forecast_policy.NONE
@@ -391,6 +411,7 @@ def _run_joined(
             record if context.rank == 0 else None,
             threads=options.threads,
             device=options.device,
+            world_size=spec.layout.world_size,
         )
     if context.rank == 0:
         ledger.enter(folder.path, record.note)

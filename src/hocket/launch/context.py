@@ -29,7 +29,8 @@ class RankContext:
         local_rank: among the ranks of this machine; picks the CUDA device.
         device_kind: `cpu` or `cuda`.
         one_machine: all ranks share this machine (and its memory).
-        attempt: 0 at first, counted up by every restart; keys of the store carry it.
+        attempt: 0 at first, counted up by every restart; keys of the store carry it. Under torchrun
+            the ranks agree on it when the store is opened.
         watched: a parent of ours watches the rank, and ends it.
         address: of the host of rank 0.
         position: gives, as plain data, how far the rank has come in its collectives
@@ -48,6 +49,7 @@ class RankContext:
     _send: Callable[[dict[str, Any]], None] = dataclasses.field(repr=False)
     _open_store: Callable[[float], Store] = dataclasses.field(repr=False)
     _store: Store | None = dataclasses.field(default=None, repr=False)
+    _agree: Callable[[Store], int] | None = dataclasses.field(default=None, repr=False)
     watched: bool = True
     address: str = "127.0.0.1"
     position: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, repr=False)
@@ -77,7 +79,10 @@ class RankContext:
         if self._store is None:
             from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-            self._store = PrefixStore(f"hocket/{self.attempt}", self._open_store(timeout))
+            store = self._open_store(timeout)
+            if self._agree is not None:
+                self.attempt = self._agree(store)
+            self._store = PrefixStore(f"hocket/{self.attempt}", store)
         return self._store
 
     def init_process_group(

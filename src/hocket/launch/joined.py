@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ class _World:
     address: str
     port: int
     agent_store: bool  # the launcher serves the store itself; rank 0 must not
+    counts_apart: bool = False  # each host counts attempts by itself
 
 
 def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
@@ -71,6 +73,7 @@ def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
         address=world.address,
         _send=lambda message: None,
         _open_store=lambda timeout: _open(world, timeout),
+        _agree=(lambda store: _agreed(store, world)) if world.counts_apart else None,
     )
 
 
@@ -87,6 +90,7 @@ def _read(environment: Mapping[str, str]) -> _World | None:
             address=environment["MASTER_ADDR"],
             port=int(environment["MASTER_PORT"]),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            counts_apart=world_size > 1 and "TORCHELASTIC_RESTART_COUNT" in environment,
         )
     slurm = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     if all(environment.get(name) for name in slurm):
@@ -139,6 +143,59 @@ def _open(world: _World, timeout: float) -> Store:
     )
 
 
+_AGREED: list[int] = []
+"""The attempt that this process belongs to, once it is known."""
+_ANSWERED: list[str] = []
+"""Names under which other ranks have asked rank 0 for it."""
+
+
+def _agreed(store: Store, world: _World) -> int:
+    """The number of this attempt, the same on all ranks.
+
+    torchrun's own count is one of each host: a host that starts its ranks again only because those
+    of another failed does not count it. So rank 0 counts in the store, and answers the others: each
+    asks under a name of its own, since what an earlier attempt left in the store looks the same.
+    """
+    if not _AGREED:
+        if world.rank == 0:
+            _AGREED.append(max(world.attempt, store.add("hocket/attempts", 1) - 1))
+            answers = (store.clone(), _AGREED[0])  # type: ignore[attr-defined]
+            threading.Thread(target=_answer, args=answers, daemon=True, name="attempt").start()
+        else:
+            name = secrets.token_hex(8)
+            store.set(f"hocket/asked/{store.add('hocket/asked', 1)}", name)
+            _AGREED.append(int(store.get(f"hocket/attempt of/{name}")))
+    return _AGREED[0]
+
+
+def _answer(store: Store, attempt: int) -> None:
+    """Tell each rank that asks the attempt, as long as the store and this process last."""
+    done, waiting = 0, set[int]()
+    with contextlib.suppress(Exception):
+        while True:
+            count = store.add("hocket/asked", 0)
+            waiting |= set(range(done + 1, count + 1))
+            done = count
+            for number in sorted(waiting):
+                if store.check([f"hocket/asked/{number}"]):
+                    name = store.get(f"hocket/asked/{number}").decode()
+                    store.set(f"hocket/attempt of/{name}", str(attempt))
+                    waiting.remove(number)
+                    _ANSWERED.append(name)
+            time.sleep(_ASKED)
+
+
+def wait_until_asked(others: int, seconds: float = 60.0) -> None:
+    """On rank 0, before it leaves early: so many other ranks learn the attempt first."""
+    end = time.monotonic() + seconds
+    while _AGREED and len(_ANSWERED) < others and time.monotonic() < end:
+        time.sleep(_ASKED)
+
+
+_ASKED = 0.05
+"""Seconds between two looks for ranks that ask."""
+
+
 def run_joined(
     entry: str,
     payload: dict[str, Any] | None = None,
@@ -146,6 +203,7 @@ def run_joined(
     *,
     threads: int | None = 1,
     device: str = "auto",
+    world_size: int | None = None,
 ) -> None:
     """Be this process's rank: call `entry` here and return when it does.
 
@@ -158,9 +216,11 @@ def run_joined(
         on_event: called with each event of this rank.
         threads: CPU threads of this rank. None: as the launcher set them.
         device: `cpu`, `cuda`, or `auto`: cuda where torch is built for it and a device shows.
+        world_size: ranks that take part, the first ones; None: all that the launcher started.
     """
     context = joined()
     assert context is not None, "run_joined outside of any launcher's world"
+    context.world_size = world_size or context.world_size
     if device != "auto":
         context.device_kind = device
 

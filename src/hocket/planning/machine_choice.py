@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem, step_prices
@@ -64,6 +64,19 @@ def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[L
                     for name in (SCHEDULES if mesh.pp > 1 else SCHEDULES[:1])
                 ]
     return found
+
+
+def resized(own: Layout, count: int) -> Iterator[Layout]:
+    """Layouts of at most `count` ranks, nearest first: `own` with other data parallelism and
+    microbatches of at most as many sequences, then the most ranks with the least tensor and
+    pipeline parallelism. Neither model nor batch is asked."""
+    for dp in range(count * own.dp // own.world_size, 0, -1):
+        count_of = own.microbatches and -(-own.microbatches * own.dp // dp)
+        yield dataclasses.replace(own, dp=dp, microbatches=count_of)
+    for world in range(count, 0, -1):
+        for split in divisors(world):
+            for tp in divisors(split):
+                yield Layout(dp=world // split, pp=split // tp, tp=tp)
 
 
 def leaner(layouts: Iterable[Layout]) -> list[Layout]:

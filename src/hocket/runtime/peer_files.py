@@ -74,7 +74,7 @@ class PeerServer:
         self._listener.close()
 
 
-def fetch(address: tuple[str, int], token: str, name: str, target: Path) -> None:
+def fetch_peer_file(address: tuple[str, int], token: str, name: str, target: Path) -> None:
     """Read a file of a peer into `target`, which appears only once it is complete.
 
     Raises:

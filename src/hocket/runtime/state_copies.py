@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hocket.runtime.checkpoint import Restored, fill_from_shard
-from hocket.runtime.peer_files import PeerServer, fetch, own_address
+from hocket.runtime.peer_files import PeerServer, fetch_peer_file, own_address
 from hocket.runtime.rank_state import CheckpointedParallel, OptimizerState, RankState
+from hocket.runtime.save_job import SaveJob
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Shard
 from hocket.spec.errors import CheckpointError
@@ -94,7 +95,7 @@ class StateCopies:
     """The copies that one rank writes, and holds of ranks of another host.
 
     Args:
-        folder: of the run in this host's memory.
+        folder: of the run in this host's memory. checkpoints: of the run.
         rank, size: of the ranks that copy together.
         local_rank: this rank among those of its host, which are numbered in a row.
         store: a key-value store that they share, with a connection of its own.
@@ -106,8 +107,10 @@ class StateCopies:
     """
 
     def __init__(
-        self, folder: Path, *, rank: int, size: int, local_rank: int, store: Any, towards: str
-    ) -> None:
+        self, folder: Path, checkpoints: Path, *,
+        rank: int, size: int, local_rank: int, store: Any, towards: str,
+    ) -> None:  # fmt: skip
+        self._checkpoints = checkpoints
         self.folder, self.rank, self.size, self.store = folder, rank, size, store
         self._first = rank - local_rank
         _private(folder)
@@ -187,7 +190,7 @@ class StateCopies:
     def _fetch(self, path: Path, rank: int, address: tuple[str, int]) -> None:
         path.mkdir(exist_ok=True)
         for name in (words.shard_file(rank), records_file(rank)):
-            fetch(address, self._token, f"{path.name}/{name}", path / name)
+            fetch_peer_file(address, self._token, f"{path.name}/{name}", path / name)
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -198,27 +201,32 @@ class StateCopies:
         optimizer_state: OptimizerState,
         layout: str,
         model: str,
-        newest: int,
         all_agree: Callable[[bool], bool],
     ) -> Restored | None:
         """Fill this rank from the newest copy of which every rank's state is in some host's memory
-        and undamaged. Every rank calls it.
+        and undamaged, and that is newer than the newest checkpoint. Every rank calls it. A copy of
+        another layout becomes a checkpoint instead, which is resharded as it is read.
 
         Args:
             optimizer_state: the live one, filled in place.
-            layout, model: of the run: only a copy of both is read.
-            newest: step of the newest checkpoint: only a newer copy is read. 0: there is none.
+            layout, model: of the run: a copy of another model is not read.
             all_agree: whether every rank said True.
 
         Returns:
-            None: there is no such copy.
+            None: there is no such copy, or it is a checkpoint now.
         """
-        mine = self._listed(layout, model, newest) if self.rank == self._first else []
+        mine = self._listed(model) if self.rank == self._first else []
         rows = self._gathered("there", mine)
         notes: list[str] = []
-        found = None if rows is None else whole(rows, self.size)
-        for step, where in self._published("there", found):
+        found = None if rows is None else complete_steps(rows)
+        for step, own, where in self._published("there", found):
             path = words.step_folder(self.folder, step)
+            if own != layout:
+                if self._save(
+                    path, step, layout=own, model=model, where=where, all_agree=all_agree
+                ):
+                    return None
+                continue
             why = ""
             try:
                 if not (path / records_file(self.rank)).exists():
@@ -240,18 +248,47 @@ class StateCopies:
             notes.append(why or f"{path} is damaged on another rank")
         return None
 
-    def _listed(self, layout: str, model: str, newest: int) -> list[tuple[int, int]]:
-        """Step and rank of the states in this host's memory that this run may continue from."""
-        found = []
+    def newest(self) -> int:
+        """Step of the newest checkpoint; 0: there is none."""
+        path = next(words.candidates(self._checkpoints), None)
+        return 0 if path is None else int(path.name.removeprefix("step-"))
+
+    def _save(
+        self, path: Path, step: int, *, layout: str, model: str, where: list[int],
+        all_agree: Callable[[bool], bool],
+    ) -> bool:  # fmt: skip
+        """Write a copy of another layout as a checkpoint; whether that was done."""
+        mine = [rank for rank, at in enumerate(where) if at == self.rank]
+        job = SaveJob(folder=self._checkpoints, step=step, layout=layout, model=model)
+        parts = (
+            lambda: job.make() if self.rank == 0 else None,
+            lambda: [self._put(path, job.aside, rank) for rank in mine],
+        )
+        if not all([all_agree(_done(act)) for act in parts]):
+            return False
+        if self.rank == 0:
+            cursor = json.loads(self.store.get(f"copies/cursor/{step}"))
+            job = dataclasses.replace(job, cursor=cursor)
+        return all_agree(self.rank > 0 or _done(lambda: job.complete(len(where))))
+
+    def _put(self, path: Path, aside: Path, rank: int) -> None:
+        body, shard = records(path / records_file(rank))
+        shutil.copyfile(path / words.shard_file(rank), aside / words.shard_file(rank))
+        write_text(aside / records_file(rank), json.dumps(shard.to_json()))
+        self.store.set(f"copies/cursor/{body['step']}", json.dumps(body["cursor"]))
+
+    def _listed(self, model: str) -> list[tuple[int, str, int, int]]:
+        """Step, layout, ranks and rank of the states in this host's memory that a run of this model
+        may continue from."""
+        found, newest = [], self.newest()
         for path in words.checkpoints(self.folder):
             for file in sorted(path.glob("rank-*.json")):
                 try:
                     body, shard = records(file)
                 except CheckpointError:
                     continue
-                same = (body["layout"], body["model"], body["size"]) == (layout, model, self.size)
-                if same and body["step"] > newest >= body["newest"]:
-                    found.append((int(body["step"]), shard.rank))
+                if body["model"] == model and body["step"] > newest >= body["newest"]:
+                    found.append((body["step"], body["layout"], body["size"], shard.rank))
         return found
 
     def clear(self) -> None:
@@ -291,22 +328,31 @@ def holder(rank: int, table: list[Any]) -> int:
     return there[(rank - first) % len(there)]
 
 
-def whole(rows: list[list[tuple[int, int]]], size: int) -> list[tuple[int, list[int]]]:
-    """Steps of which all states are somewhere, the newest first, each with a rank of a host that
-    has them, by rank.
+def complete_steps(rows: list[list[tuple[int, str, int, int]]]) -> list[tuple[int, str, list[int]]]:
+    """Steps of which all states are somewhere, the newest first, each with its layout and, by rank,
+    a rank of a host that has them.
 
     Args:
-        rows: steps and ranks in the memory of the host of each rank.
+        rows: of the host of each rank, as `StateCopies` lists them.
     """
-    places: dict[int, dict[int, int]] = {}
+    places: dict[tuple[int, str, int], dict[int, int]] = {}
     for at, found in enumerate(rows):
-        for step, rank in found:
-            places.setdefault(step, {}).setdefault(rank, at)
+        for step, layout, size, rank in found:
+            places.setdefault((step, layout, size), {}).setdefault(rank, at)
     return [
-        (step, [places[step][rank] for rank in range(size)])
-        for step in sorted(places, reverse=True)
-        if places[step].keys() >= set(range(size))
+        (step, layout, [held[rank] for rank in range(size)])
+        for (step, layout, size), held in sorted(places.items(), reverse=True)
+        if held.keys() >= set(range(size))
     ]
+
+
+def _done(act: Callable[[], object]) -> bool:
+    """Whether it could be done."""
+    try:
+        act()
+    except (OSError, CheckpointError):
+        return False
+    return True
 
 
 def _private(folder: Path) -> None:

@@ -119,6 +119,9 @@ class TrainOptions:
             where host memory suffices and the state is large). One of: auto, background, blocking.
         keep_checkpoints: newest checkpoints that are kept.
         keep_every: steps; checkpoints of their multiples are kept for good; 0: none.
+        upload: folder, or URL that fsspec knows (s3://BUCKET/RUN), to which each checkpoint and all
+            that a run needs to continue are copied in the background; an empty run folder is filled
+            from it (default: nowhere).
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         replica_check_every: steps between comparisons of data-parallel replicas by checksums of
@@ -135,6 +138,8 @@ class TrainOptions:
             to save is rejected (default: not checked).
         max_restarts: restarts in a row, after a rank died or hung, without a new checkpoint between
             them; a failure that comes back at the same step ends the run at once.
+        elastic: where devices are gone for good, or back, continue in the best layout for those
+            that are there, with the same global batch.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
         timeline_steps: number of steps to record; --format trace shows all of them.
@@ -190,6 +195,7 @@ class TrainOptions:
     replicate_state: int = 0
     keep_checkpoints: int = 2
     keep_every: int = 0
+    upload: str | None = None
     log_interval: int | None = None
     replica_check_every: int = 100
     on_divergence: str = "stop"
@@ -198,6 +204,7 @@ class TrainOptions:
     slow_rank_factor: float = 1.3
     grace_seconds: float | None = None
     max_restarts: int = 3
+    elastic: bool = False
     resume: bool = False
     timeline_step: int | None = None
     timeline_steps: int = 1

@@ -43,7 +43,7 @@ class Faults:
     """The faults of one rank, and its heartbeat, through which it learns where it is.
 
     Args:
-        rows: of the job: `kind`, `rank`, `step` (1 is the first), `phase`, `attempts` (1). A row
+        rows: of the job: `kind`, `rank`, `step` (from 1), `phase`, `first` attempt, `attempts`. One
             with `id` and `log` happens once in all attempts (with `again`, in each), and is written
             to the file `log` as it happens. `place` (0 to 1): where a file or tensor is damaged.
             `delay`: seconds until a `kill` happens.
@@ -61,7 +61,7 @@ class Faults:
             dict(row)
             for row in rows
             if row["rank"] == context.rank
-            and ("id" in row or context.attempt < row.get("attempts", 1))
+            and ("id" in row or row.get("first", 0) <= context.attempt < row.get("attempts", 1))
             and (row.get("again") or "id" not in row or row["id"] not in happened(row["log"]))
         ]
         self._step = 1

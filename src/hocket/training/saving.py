@@ -23,7 +23,7 @@ from hocket.runtime.lora import TrainedParameters
 from hocket.runtime.rank_state import RankState
 from hocket.runtime.save_job import SaveJob
 from hocket.runtime.state_copies import CopyJob, StateCopies
-from hocket.spec.checkpoint import candidates, config_hash
+from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import HocketError, ReplicaError, SaveError, TrainingError
 from hocket.spec.run import RunFolder
 from hocket.spec.units import format_bytes, parse_bytes, parse_duration
@@ -147,27 +147,20 @@ class Saves:
             of_run["optimizer_state"] = self.job.optimizer.state_tensors()
         if options.replicate_state:
             self.copies = StateCopies(
-                self.folder.state_copies, rank=context.rank, size=context.world_size,
-                local_rank=context.local_rank, store=self._store(),
+                self.folder.state_copies, self.folder.checkpoints, rank=context.rank,
+                size=context.world_size, local_rank=context.local_rank, store=self._store(),
                 towards="" if context.one_machine else context.address,
             )  # fmt: skip
             if not again:
                 self.copies.clear()
             else:
                 agree = CheckpointWorld.of(self.job.mesh).all_agree
-                copy = self.copies.restore(
-                    self._trained, newest=self._newest(), all_agree=agree, **of_run
-                )
+                copy = self.copies.restore(self._trained, all_agree=agree, **of_run)
                 if copy is not None:
                     return copy
-        if not options.resume:
+        if not (options.resume or (self.copies and again and self.copies.newest())):
             return None
         return load_checkpoint(self.folder.checkpoints, parallel=self._trained, **of_run)
-
-    def _newest(self) -> int:
-        """Step of the newest checkpoint; 0: there is none."""
-        path = next(candidates(self.folder.checkpoints), None)
-        return 0 if path is None else int(path.name.removeprefix("step-"))
 
     def before_update(self) -> None:
         """To be called before parameters or the optimizer's state change."""
@@ -181,7 +174,7 @@ class Saves:
     def copy(self, step: int) -> None:
         """Copy what all ranks hold after `step` into memory; all of them call it."""
         assert self._copier is not None and self.copies is not None  # noqa: PT018
-        job = CopyJob(copies=self.copies, newest=self._newest(), **self._at(step))
+        job = CopyJob(copies=self.copies, newest=self.copies.newest(), **self._at(step))
         state = RankState(self._trained, self.job.optimizer.state_tensors())
         self._copier.save(job, state, lambda: None)
 

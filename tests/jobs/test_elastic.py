@@ -1,0 +1,185 @@
+"""A run whose devices are gone continues on those left, as one process would, and grows again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hocket.launch
+from hocket.jobs import elastic
+from hocket.jobs.request import request
+from hocket.spec.errors import RankFailure
+from hocket.spec.layout import Layout
+from hocket.spec.run import TrainOptions
+from tests.jobs.test_restart import job, losses
+from tests.jobs.warm import Warm
+from tests.ranks import ROOT, RankPool
+
+pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+
+CONSTANT: dict[str, Any] = {"lr_schedule": "constant", "lr": 1e-3, "eval_every": 0}
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOCKET_LEDGER", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nothing was measured
+    monkeypatch.setattr(Warm, "pool", ranks)
+    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
+
+
+def layouts(folder: Path, name: str) -> dict[int, str]:
+    rows = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["layout"] for row in map(json.loads, rows)}
+
+
+def equal_to_one_process(folder: Path, name: str, alone: str = "one") -> None:
+    found, wanted = losses(folder, name), losses(folder, alone)
+    assert [step for step, _ in found] == [step for step, _ in wanted]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=2e-5)
+
+
+GONE = [
+    {"kind": "kill", "rank": 3, "phase": "step", "step": 7},
+    {"kind": "kill", "rank": 3, "phase": "build", "first": 1, "attempts": 99, "step": 1},
+]
+"""A rank that dies in step 7 and whenever it starts again."""
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp2.tp2"])
+def test_a_rank_that_is_gone_for_good_costs_its_device_alone(tmp_path: Path, layout: str) -> None:
+    job(tmp_path, "one", "dp1", steps=18, **CONSTANT)
+    notes: list[str] = []
+    summary = job(tmp_path, "run", layout, GONE, notes, elastic=True, **CONSTANT)
+    assert summary.steps == 12
+    (gone,) = [note for note in notes if "counts as gone" in note]
+    assert gone.startswith("rank 3 of 4")
+    used = layouts(tmp_path, "run")
+    assert used[4].startswith(layout)
+    assert Layout.parse(used[12]).world_size <= 3
+    assert Layout.parse(used[12]).world_size == 2  # 3 ranks do not divide a batch of 4
+    job(tmp_path, "run", layout, elastic=True, steps=18, **CONSTANT)  # its device is back
+    assert layouts(tmp_path, "run")[18].startswith(layout)
+    equal_to_one_process(tmp_path, "run")
+
+
+def test_the_planner_chooses_for_the_ranks_that_are_left(tmp_path: Path) -> None:
+    from hocket.jobs import machine
+    from hocket.spec.forecast import Forecast
+    from tests.jobs.test_forecast import here
+
+    file = tmp_path / "cluster.toml"
+    machine.save(machine.cluster_of(here()), file)
+    job(tmp_path, "one", "dp1", **CONSTANT)
+    job(tmp_path, "run", "dp4", GONE, elastic=True, cluster=str(file), **CONSTANT)
+    forecast = Forecast.from_json((tmp_path / "run" / "forecast.json").read_text())
+    assert forecast.layout == layouts(tmp_path, "run")[12]
+    assert len(forecast.alternatives) > 1
+    assert all(Layout.parse(one.layout).world_size <= 3 for one in forecast.alternatives)
+    equal_to_one_process(tmp_path, "run")
+
+
+def test_copies_in_memory_are_resharded_too(tmp_path: Path) -> None:
+    job(tmp_path, "one", "dp1", **CONSTANT)
+    notes: list[str] = []
+    options = {"elastic": True, "replicate_state": 2, "save_every": 50}
+    job(tmp_path, "run", "dp4", GONE, notes, **options, **CONSTANT)
+    resumed = [note for note in notes if note.startswith("resumed from")]
+    assert resumed[-1].endswith("checkpoints/step-000006")  # the copy after step 6
+    assert layouts(tmp_path, "run")[7].startswith("dp2")
+    equal_to_one_process(tmp_path, "run")
+
+
+def test_without_elastic_the_run_ends(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="the same failure came back"):
+        job(tmp_path, "run", "dp4", GONE, **CONSTANT)
+
+
+def test_a_failure_of_the_run_itself_is_not_a_device_that_is_gone(tmp_path: Path) -> None:
+    """It comes back at the same step, after others."""
+    fault = {"kind": "raise", "rank": 1, "phase": "step", "step": 6, "attempts": 9}
+    with pytest.raises(RankFailure, match="the same failure came back after step 5"):
+        job(tmp_path, "run", "dp2", [fault], elastic=True, save_every=2, **CONSTANT)
+
+
+def test_torchrun_with_fewer_and_with_more_ranks(tmp_path: Path) -> None:
+    """Two ranks, then one, then three, of which one is left over: 3 do not share a batch of 4."""
+    job(tmp_path, "one", "dp1", steps=9, **CONSTANT)
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in foreign and "SLURM" not in k}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+
+    def start(ranks: int, steps: int, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(ranks), "-m", "--", "hocket", "train", "tiny-llama"),
+                *("--data", "text.txt", "--run", "run", "--layout", "dp2", "--seq-len", "16"),
+                *("--global-batch", "4", "--steps", str(steps), "--save-every", "3"),
+                *("--eval-every", "0", "--warmup", "2", "--lr", "1e-3", "--device", "cpu"),
+                *("--lr-schedule", "constant", "--cluster", "none", *words),
+            ],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    for ranks, steps in ((2, 3), (1, 6), (3, 9)):
+        done = start(ranks, steps, "--elastic")
+        assert done.returncode == 0, done.stderr
+    used = layouts(tmp_path, "run")
+    assert [used[step].partition(":")[0] for step in (3, 6, 9)] == ["dp2", "dp1", "dp2"]
+    equal_to_one_process(tmp_path, "run")
+    refused = start(1, 12)
+    assert refused.returncode != 0
+    assert "needs 2 ranks; the launcher started 1" in refused.stderr + refused.stdout
+
+
+def test_ranks_that_a_layout_is_chosen_for() -> None:
+    asked = request({"model": "tiny-llama", "layout": "dp4"})
+    options, layout = TrainOptions(elastic=True, device="cpu"), Layout.parse("dp4")
+    assert elastic.ranks_there(asked, options, layout, 4) is None
+    assert elastic.ranks_there(asked, options, layout, 3) == 3
+    assert elastic.ranks_there(asked, options, layout, 8) == 8
+    assert elastic.ranks_there(asked, options, layout, None) is None
+    assert (
+        elastic.ranks_there(asked, dataclasses.replace(options, elastic=False), layout, 3) is None
+    )
+    left = elastic.chosen_for(asked, 3)
+    assert (left.auto, left.ranks) == (True, 3)
+    assert not left.given & {"layout", "dp"}
+
+
+@pytest.mark.parametrize(
+    ("own", "count", "wanted"),
+    [
+        ("dp4:microbatches=1", 3, "dp2:microbatches=2"),
+        ("dp4:microbatches=2,zero=1", 3, "dp2:microbatches=4,zero=1"),
+        ("dp2.tp2:microbatches=1", 3, "dp1.tp2:microbatches=2"),
+        ("pp2.tp2:microbatches=4", 3, "pp3"),
+        ("tp2:microbatches=1", 4, "dp2.tp2"),
+        ("dp2:microbatches=2", 1, "dp1:microbatches=4"),
+    ],
+)
+def test_without_measurements_the_layout_stays_near_the_run_s_own(
+    own: str, count: int, wanted: str
+) -> None:
+    from hocket.jobs.prepare import PreparedJob, scheduled
+    from hocket.models.source import resolve
+
+    asked = request({"model": "tiny-llama", "layout": own, "global_batch": 8, "seq_len": 16})
+    layout = Layout.parse(own)
+    prepared = PreparedJob(
+        request=asked, source=resolve("tiny-llama"), layout=layout,
+        schedule=scheduled(Layout(microbatches=1)),
+    )  # fmt: skip
+    found = elastic.unmeasured_layout(prepared, count)
+    kept = Layout.parse(wanted)
+    assert found.axes_text() == kept.axes_text()
+    assert found.zero == kept.zero
+    assert kept.microbatches in (None, found.microbatches)
