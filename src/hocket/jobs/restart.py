@@ -71,7 +71,7 @@ def run(
         DeviceGone: with `--elastic`, one that came back before any step.
         HocketError: what a rank raised that a restart does not mend.
     """
-    most, used, attempt = spec.options.max_restarts, 0, 0
+    most, used, attempt = spec.options.max_restarts, 0, len(record.failures)
     resume, last, saved = spec.options.resume, None, record.saved
     while True:
         try:
