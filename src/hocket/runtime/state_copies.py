@@ -262,7 +262,7 @@ class StateCopies:
         job = SaveJob(folder=self._checkpoints, step=step, layout=layout, model=model)
         parts = (
             lambda: job.make() if self.rank == 0 else None,
-            lambda: [self._put(path, job.aside, rank) for rank in mine],
+            lambda: self._put(path, job.aside, mine),
         )
         if not all([all_agree(_done(act)) for act in parts]):
             return False
@@ -271,11 +271,12 @@ class StateCopies:
             job = dataclasses.replace(job, cursor=cursor)
         return all_agree(self.rank > 0 or _done(lambda: job.complete(len(where))))
 
-    def _put(self, path: Path, aside: Path, rank: int) -> None:
-        body, shard = records(path / records_file(rank))
-        shutil.copyfile(path / words.shard_file(rank), aside / words.shard_file(rank))
-        write_text(aside / records_file(rank), json.dumps(shard.to_json()))
-        self.store.set(f"copies/cursor/{body['step']}", json.dumps(body["cursor"]))
+    def _put(self, path: Path, aside: Path, ranks: list[int]) -> None:
+        for rank in ranks:
+            body, shard = records(path / records_file(rank))
+            shutil.copyfile(path / words.shard_file(rank), aside / words.shard_file(rank))
+            write_text(aside / records_file(rank), json.dumps(shard.to_json()))
+            self.store.set(f"copies/cursor/{body['step']}", json.dumps(body["cursor"]))
 
     def _listed(self, model: str) -> list[tuple[int, str, int, int]]:
         """Step, layout, ranks and rank of the states in this host's memory that a run of this model
