@@ -111,17 +111,15 @@ class TrainOptions:
             output head).
         save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
             the end; 0: none.
-        replicate_state: steps between copies of every rank's weights and optimizer state in memory,
-            on its own host and on the next, from which a restart continues where they are newer
-            than the last checkpoint; 0: none.
+        replicate_state: steps between copies of all ranks' states in memory, here and on the next
+            host, from which a restart continues where no checkpoint is newer; 0: none.
         save_mode: whether training continues while a checkpoint is written: background (from a copy
             of weights and optimizer state in host memory), blocking (it waits), or auto (background
             where host memory suffices and the state is large). One of: auto, background, blocking.
         keep_checkpoints: newest checkpoints that are kept.
         keep_every: steps; checkpoints of their multiples are kept for good; 0: none.
-        upload: folder, or URL that fsspec knows (s3://BUCKET/RUN), to which each checkpoint and all
-            that a run needs to continue are copied in the background; an empty run folder is filled
-            from it (default: nowhere).
+        upload: folder, or URL that fsspec knows (s3://BUCKET/RUN), to which checkpoints are copied
+            in the background, and from which an empty run folder is filled (default: nowhere).
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         replica_check_every: steps between comparisons of data-parallel replicas by checksums of
@@ -138,8 +136,7 @@ class TrainOptions:
             to save is rejected (default: not checked).
         max_restarts: restarts in a row, after a rank died or hung, without a new checkpoint between
             them; a failure that comes back at the same step ends the run at once.
-        elastic: where devices are gone for good, or back, continue in the best layout for those
-            that are there, with the same global batch.
+        elastic: where devices are gone or back, continue in the best layout for those there are.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
         timeline_steps: number of steps to record; --format trace shows all of them.
@@ -394,9 +391,8 @@ class RunFolder:
     @property
     def state_copies(self) -> Path:
         """In this host's memory: copies of ranks' states, of `--replicate-state`."""
-        root = Path(os.environ.get("HOCKET_STATE_COPIES") or "/dev/shm")
-        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
-        return root / f"hocket-{os.getuid()}" / name
+        root = Path(os.environ.get("HOCKET_STATE_COPIES") or "/dev/shm") / f"hocket-{os.getuid()}"
+        return root / hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
 
     @property
     def model(self) -> Path:
