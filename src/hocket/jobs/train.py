@@ -329,10 +329,10 @@ def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Sum
             request = resume.continued(request)
             if request.again and (rows := resume.finished(request)):
                 if context.world_size > 1:
-                    from hocket.launch import wait_until_asked
+                    from hocket.launch import leave_together
 
                     context.store().set("hocket/prepared", json.dumps({"finished": True}))
-                    wait_until_asked(context.world_size - 1)
+                    leave_together(context)
                 return _finished(request, rows, record)
             if request.options.resume:
                 stack.enter_context(resume.folder_locked(request))
@@ -362,7 +362,7 @@ def _run_joined(
 ) -> Summary:
     """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
     another process prepares it."""
-    from hocket.launch import run_joined
+    from hocket.launch import leave_together, run_joined
     from hocket.models.source import fetch_again
 
     world, options = context.world_size, request.options
@@ -373,6 +373,7 @@ def _run_joined(
         context.store(STARTUP)
         ready = json.loads(context.store().get("hocket/prepared"))
         if "finished" in ready:
+            leave_together(context)
             return Summary(run=request.run or Path())
         if "error" in ready:
             raise HocketError(f"rank 0 rejected the job: {ready['error']}")

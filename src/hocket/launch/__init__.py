@@ -1,7 +1,7 @@
 """Starts, watches and ends the ranks of one machine, or joins those of another launcher."""
 
 from hocket.launch.context import RankContext
-from hocket.launch.joined import joined, main_address, run_joined, wait_until_asked
+from hocket.launch.joined import joined, leave_together, main_address, run_joined
 from hocket.launch.launcher import Launcher, Terminated
 
 __all__ = [
@@ -9,7 +9,7 @@ __all__ = [
     "RankContext",
     "Terminated",
     "joined",
+    "leave_together",
     "main_address",
     "run_joined",
-    "wait_until_asked",
 ]

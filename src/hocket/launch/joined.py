@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -145,8 +146,6 @@ def _open(world: _World, timeout: float) -> Store:
 
 _AGREED: list[int] = []
 """The attempt that this process belongs to, once it is known."""
-_ANSWERED: list[str] = []
-"""Names under which other ranks have asked rank 0 for it."""
 
 
 def _agreed(store: Store, world: _World) -> int:
@@ -159,8 +158,14 @@ def _agreed(store: Store, world: _World) -> int:
     if not _AGREED:
         if world.rank == 0:
             _AGREED.append(max(world.attempt, store.add("hocket/attempts", 1) - 1))
-            answers = (store.clone(), _AGREED[0])  # type: ignore[attr-defined]
-            threading.Thread(target=_answer, args=answers, daemon=True, name="attempt").start()
+            ended = threading.Event()
+            given = (store.clone(), _AGREED[0], ended)  # type: ignore[attr-defined]
+            thread = threading.Thread(target=_answer, args=given, daemon=True, name="attempt")
+            thread.start()
+            # A thread that is inside the store while the interpreter ends would abort the process:
+            # it is told to end, then waited for.
+            atexit.register(thread.join, 5)
+            atexit.register(ended.set)
         else:
             name = secrets.token_hex(8)
             store.set(f"hocket/asked/{store.add('hocket/asked', 1)}", name)
@@ -168,11 +173,11 @@ def _agreed(store: Store, world: _World) -> int:
     return _AGREED[0]
 
 
-def _answer(store: Store, attempt: int) -> None:
+def _answer(store: Store, attempt: int, ended: threading.Event) -> None:
     """Tell each rank that asks the attempt, as long as the store and this process last."""
     done, waiting = 0, set[int]()
     with contextlib.suppress(Exception):
-        while True:
+        while not ended.wait(_ASKED):
             count = store.add("hocket/asked", 0)
             waiting |= set(range(done + 1, count + 1))
             done = count
@@ -181,15 +186,6 @@ def _answer(store: Store, attempt: int) -> None:
                     name = store.get(f"hocket/asked/{number}").decode()
                     store.set(f"hocket/attempt of/{name}", str(attempt))
                     waiting.remove(number)
-                    _ANSWERED.append(name)
-            time.sleep(_ASKED)
-
-
-def wait_until_asked(others: int, seconds: float = 60.0) -> None:
-    """On rank 0, before it leaves early: so many other ranks learn the attempt first."""
-    end = time.monotonic() + seconds
-    while _AGREED and len(_ANSWERED) < others and time.monotonic() < end:
-        time.sleep(_ASKED)
 
 
 _ASKED = 0.05
@@ -250,7 +246,7 @@ def run_joined(
             context.abort()  # or the end of this process would wait for collectives under way
             raise
         notice.leave()
-        _leave_together(context)
+        leave_together(context)
 
     call()
 
@@ -355,8 +351,8 @@ _LEFT = 1 << 40
 """Added to the key of a rank that is done."""
 
 
-def _leave_together(context: RankContext, seconds: float = 60.0) -> None:
-    """Rank 0 may serve the store, so it leaves last."""
+def leave_together(context: RankContext, seconds: float = 60.0) -> None:
+    """Every rank calls it at its end. Rank 0 may serve the store, so it leaves last."""
     if context.world_size == 1 or context._store is None:
         return
     store = context._store
