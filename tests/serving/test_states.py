@@ -85,7 +85,7 @@ def test_a_decode_step_is_captured_and_replayed(config: dict[str, Any]) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.train
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "nemotron_h"])
 def test_a_hybrid_answers_as_plain_transformers_over_stages(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:

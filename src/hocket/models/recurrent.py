@@ -10,12 +10,16 @@ the state, so what an earlier state h adds to it is added here (Gu and Dao 2023,
 
     y_t += C_t (exp(A (d_1 + ... + d_t)) h)         d: step sizes after softplus
 
+Mamba's second form bounds step sizes (`time_step_limit`) where it runs over several tokens, and not
+in transformers' update by one; here both do (Nemotron-H, Zamba2).
+
 Legend: B rows, S tokens, H hidden, D channels, N state size, W last inputs of a convolution.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +147,11 @@ def _interposed(number: int, module: nn.Module, runs: Runs) -> Callable[..., Ten
     scans = inspect.unwrap(type(module).forward).__globals__
     if "mamba_selective_scan" in scans:
         scans["mamba_selective_scan"] = _continuing(scans["mamba_selective_scan"])
+    if "mamba2_selective_state_update" in scans:
+        update = scans["mamba2_selective_state_update"]
+        scans["mamba2_selective_state_update"] = _bounding(update)
+    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    bounds = (float(low), float(high)) if low > 0 or high < math.inf else None
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         bound = signature.bind(*args, **kwargs)
@@ -160,7 +169,7 @@ def _interposed(number: int, module: nn.Module, runs: Runs) -> Callable[..., Ten
 
         def call(tokens: Tensor, cache: MixerCache | None) -> Tensor:
             state = None if cache is None else cache.get_recurrent_state(0)
-            with _Continued(state):
+            with _Continued(state, bounds):
                 out = own(tokens, **{name: cache}, **rest)
             if isinstance(out, Tensor):
                 return out
@@ -175,20 +184,23 @@ def _interposed(number: int, module: nn.Module, runs: Runs) -> Callable[..., Ten
 
 
 class _Continued:
-    """Within, scans of Mamba's first form go on from a state [B, D, N], or, of a mixer with
-    several heads, [B, heads, D, N], one head a scan."""
+    """Within, scans of Mamba's first form continue a state [B, D, N], or, of a mixer with several
+    heads, [B, heads, D, N], one head a scan; and step sizes of its second form have `bounds`."""
 
     current: Tensor | None = None
     head = 0
+    bounds: tuple[float, float] | None = None
 
-    def __init__(self, state: Tensor | None) -> None:
+    def __init__(self, state: Tensor | None, bounds: tuple[float, float] | None) -> None:
         self.state = state  # which the mixer writes in place only after its scans
+        self.limits = bounds
 
     def __enter__(self) -> None:
         _Continued.current, _Continued.head = self.state, 0
+        _Continued.bounds = self.limits
 
     def __exit__(self, *_: object) -> None:
-        _Continued.current = None
+        _Continued.current = _Continued.bounds = None
 
 
 def _continuing(scan: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,3 +239,29 @@ def _continuing(scan: Callable[..., Any]) -> Callable[..., Any]:
 
     scanned.continues = True  # type: ignore[attr-defined]
     return scanned
+
+
+def _bounding(update: Callable[..., Any]) -> Callable[..., Any]:
+    """An update by one token whose step sizes have the bounds of `_Continued`, if there are any."""
+    if hasattr(update, "bounds"):
+        return update
+
+    def updated(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        *others: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> Any:
+        bounds = _Continued.bounds
+        if bounds is not None:
+            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            dt = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*bounds)
+            dt_bias, dt_softplus = None, False
+        options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus}
+        return update(state, hidden_states, dt, *others, **options)
+
+    updated.bounds = True  # type: ignore[attr-defined]
+    return updated
