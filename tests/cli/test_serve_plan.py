@@ -182,3 +182,18 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_experts_over_data_ranks_are_served_here() -> None:
+    """A deployment with ep is printed as the `hocket serve` command that runs it."""
+    from hocket.jobs.serving import table
+    from hocket.jobs.serving.plan import serve_plan
+    from hocket.spec.capabilities import absent
+    from hocket.spec.layout import Layout
+
+    plans = serve_plan("qwen3-30b-a3b", cluster="H100-SXM", pin=("ep=2", "tp=1", "pp=1", "dp=2"))
+    words = table.command(plans)
+    assert words is not None
+    layout = words[words.index("--layout") + 1]
+    assert layout == "dp2.ep2"
+    assert not absent(Layout.parse(layout), serving=True)

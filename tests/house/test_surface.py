@@ -44,7 +44,8 @@ TRAINING = {
 
 SERVICE = {
     "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
-    "weights", "cache_precision", "engine", "gpu_memory_utilization",
+    "prefix_cache_hit_rate", "trace", "weights", "cache_precision", "engine",
+    "gpu_memory_utilization",
 }  # fmt: skip
 
 FLAGS = {
@@ -99,7 +100,8 @@ FLAGS = {
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "dtype", "grad_dtype", "stack", "lora_rank",
-        "lora_targets", "save_seconds", "restart_seconds", "failures", "repair_hours", "html",
+        "lora_targets", "save_seconds", "restart_seconds", "failures", "repair_hours",
+        "expert_imbalance", "html",
         "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from hocket.catalogue import shapes
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates, between
+from hocket.cost.measured_stage import Microbatch, stage_seconds
 from hocket.planning.machine_choice import candidates, choose, leaner, weigh
 from hocket.planning.machine_forecast import MeasuredMachine, forecast
 from hocket.spec.errors import LayoutError, OptionError
@@ -26,6 +28,7 @@ from hocket.spec.measured import (
     Sharing,
     Update,
 )
+from hocket.spec.model_shape import ModelShape
 from hocket.spec.process_groups import named_groups
 from hocket.spec.run import Workload
 
@@ -331,3 +334,97 @@ def test_messages_that_nobody_measured_are_not_free() -> None:
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
         with pytest.raises(OptionError, match="over shm was not measured"):
             forecast(SHAPE, Layout.parse(layout), WORK, MeasuredMachine(measured=alone))
+
+
+# --- context and expert parallelism -------------------------------------------------------------
+
+MIXTURE = shapes.shape("tiny-mixtral")
+
+
+def rows_of(text: str, shape: ModelShape = MIXTURE) -> dict[tuple[str, str], dict[str, Any]]:
+    found, _ = forecast(shape, Layout.parse(text), WORK, MACHINE)
+    return {(row["name"], row["axis"]): row for row in found.collectives}
+
+
+def test_tokens_travel_to_their_experts_and_back() -> None:
+    """Of each layer and microbatch: the counts; the tokens there and back, and their gradients."""
+    rows = rows_of("dp2.ep2:microbatches=2")
+    sent = rows["all-to-all", "expert"]
+    each = 2 * 2 * len(MIXTURE.layers)  # on two ranks, of two microbatches
+    assert sent["count"] == 5 * each
+    tokens = 8 // 2 // 2 * 128
+    message = tokens * MIXTURE.experts_per_token * MIXTURE.hidden * 4
+    assert sent["bytes"] == each * (4 * message + MIXTURE.experts * 8)
+    # Experts have no copy: their gradients are not summed, all others' are.
+    assert ("all-reduce", "expert_data") not in rows
+    whole, split = (rows_of(text)["all-reduce", "dp"]["bytes"] for text in ("dp2", "dp2.ep2"))
+    experts = sum(
+        w.elements
+        for kind in MIXTURE.layers
+        for w in MIXTURE.blocks[kind].weights
+        if ".experts." in w.name
+    )
+    assert whole - split == 2 * 4 * experts
+
+
+def test_copies_of_experts_sum_their_gradients() -> None:
+    rows = rows_of("dp4.ep2:microbatches=1")
+    experts = sum(
+        w.elements
+        for kind in MIXTURE.layers
+        for w in MIXTURE.blocks[kind].weights
+        if ".experts." in w.name
+    )
+    assert rows["all-reduce", "expert_data"]["bytes"] == 4 * 4 * experts // 2
+
+
+def test_sequences_over_ranks_exchange_heads_or_keys() -> None:
+    core = SHAPE.blocks[SHAPE.layers[0]].attention[0]
+    rows = rows_of("cp2:microbatches=1", SHAPE)
+    tokens, layers = 8 * 128 // 2, len(SHAPE.layers)
+    assert core.kv_heads % 2 == 0
+    there = tokens * (core.heads + 2 * core.kv_heads) * core.head_dim * 4
+    back = tokens * core.heads * core.head_dim * 4
+    sent = rows["all-to-all", "cp"]
+    assert sent["count"] == 2 * layers * 4
+    assert sent["bytes"] == 2 * layers * 2 * (there + back)
+    assert rows["all-reduce", "data"]["bytes"] == rows_of("dp2", SHAPE)["all-reduce", "dp"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "axis"), [("dp2.ep2", "expert"), ("cp2", "cp"), ("tp2.etp1.ep2", "expert")]
+)
+def test_exchanges_take_time(text: str, axis: str) -> None:
+    """On links ten times slower the step is longer by what the exchanges take there."""
+    layout = dataclasses.replace(Layout.parse(text), microbatches=1)
+    slow = dataclasses.replace(MACHINE, measured=measured(rate=2e8))
+    fast, late = (forecast(MIXTURE, layout, WORK, machine)[0] for machine in (MACHINE, slow))
+    assert late.exposed[axis] > 5 * fast.exposed[axis] > 0
+    assert late.step_seconds > fast.step_seconds + 0.5 * (late.exposed[axis] - fast.exposed[axis])
+
+
+def test_experts_over_ranks_compute_as_much() -> None:
+    """Half of the experts for the tokens of two ranks: the matmuls of one rank's own tokens."""
+    found = [
+        stage_seconds(
+            MIXTURE, MIXTURE.layers, Microbatch(batch=4, sequence=128, dp=2, ep=ep), rates
+        ).forward
+        for rates in [Rates(measured(), "fp32")]
+        for ep in (1, 2)
+    ]
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+def test_layouts_over_experts_and_sequences_are_weighed() -> None:
+    plain = {str(one) for one in candidates(MIXTURE, WORK, 4)}
+    every = {str(one) for one in candidates(MIXTURE, WORK, 4, ("cp", "ep"))}
+    assert plain < every
+    for text in ("dp2.ep2", "cp2", "dp2.tp2.ep4.etp1", "dp2.cp2.ep4"):
+        assert any(one.partition(":")[0] == text for one in every), text
+    assert not any("ep" in one for one in map(str, candidates(SHAPE, WORK, 4, ("cp", "ep"))))
+    layouts = [Layout.parse(text) for text in sorted(every)]
+    weighed = weigh(MIXTURE, WORK, MACHINE, layouts, shown=len(layouts))
+    assert len(weighed) == len(every)
+    # Where a rank cannot hold all experts, those over ranks are what fits.
+    least = min((max(one.peak_bytes), one.layout) for one, _ in weighed)
+    assert "ep" in least[1] or "tp" in least[1]

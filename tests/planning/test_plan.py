@@ -475,3 +475,43 @@ def test_what_runs_elsewhere_names_the_software_that_runs_it(
                 with pytest.raises(LayoutError):
                     emit(name, problem, one)
     assert all(not one.tools for one in found.layouts)
+
+
+def test_models_that_an_axis_cannot_split_are_not_proposed_under_it() -> None:
+    """By the families that were checked: cp and ep of a type without them are other software's."""
+    from hocket.catalogue.families import families
+
+    without = next(
+        name for name, one in families().items() if one.trains and "cp" not in one.trains
+    )
+    problem = Problem(
+        shape=shape("llama-3-8b"), cluster=cluster("8xH100-SXM"), seq_len=131072, global_batch=8
+    )
+    assert any(one.layout.cp > 1 for one in plan(problem, top=5).layouts)
+    other = dataclasses.replace(problem, model_type=without)
+    found = plan(other, top=5)
+    assert found.layouts
+    assert all(one.layout.cp == 1 for one in found.layouts)
+    for one in found.unsupported_layouts:
+        assert one.layout.cp > 1
+        assert any(f"{without} models do not train under cp" in text for text in one.unsupported)
+
+
+def test_uneven_experts_cost_time_and_memory_where_they_lie_over_ranks() -> None:
+    even, uneven = (
+        Problem(
+            shape=shape("mixtral-8x7b"), cluster=cluster("8xH200-SXM"), seq_len=4096,
+            global_batch=64, expert_imbalance=value,
+        )
+        for value in (1.0, 1.5)
+    )  # fmt: skip
+    for text, changes in (("dp8.ep8:zero=1,microbatches=8", True), ("tp8:microbatches=8", False)):
+        one, other = (
+            plan_one(problem, Layout.parse(text)).layouts[0] for problem in (even, uneven)
+        )
+        assert (other.step_seconds.median > 1.05 * one.step_seconds.median) == changes
+        assert (other.memory > 1.01 * one.memory) == changes
+        if changes:  # no more than half as much again, of everything
+            assert other.step_seconds.median < 1.5 * one.step_seconds.median
+    with pytest.raises(OptionError, match=r"expert_imbalance is 0\.5"):
+        dataclasses.replace(even, expert_imbalance=0.5)

@@ -62,6 +62,8 @@ class PlanFlags:
         restart_seconds: seconds from a failure to the next step (default: 300).
         failures: failures per GPU and hour (default: 2e-5, as in Llama 3's 54 days).
         repair_hours: hours until a failed node is back (default: 24).
+        expert_imbalance: tokens of the expert rank that gets most, over the mean, where experts are
+            divided over ranks; 1 is even routing (default: 1.5).
         html: write the plan as a page: layouts to sort, memory, pipeline, what would change it.
         json: print one JSON object; with --emit it contains that text as well.
         serve: size a service instead of a training step; the flags below describe its load.
@@ -72,6 +74,10 @@ class PlanFlags:
         tpot_ms: goal for the time per output token, in milliseconds (default: 100).
         percentile: percentage of the requests that meet the goals (default: 90). One of: 50, 90,
             99.
+        prefix_cache_hit_rate: fraction of each prompt that is in the cache already, from requests
+            with the same beginning (default: 0).
+        trace: requests as they came, instead of equal ones at random times: CSV or JSON lines of
+            arrival (seconds), prompt_tokens, output_tokens.
         weights: bytes of a model of which nothing else is known: 180GB.
         cache_precision: key/value cache precision (default: fp8 with fp8 weights, else bf16). One
             of: bf16, fp8.
@@ -102,6 +108,7 @@ class PlanFlags:
     restart_seconds: Number = None
     failures: Number = None
     repair_hours: Number = None
+    expert_imbalance: Number = None
     html: File = None
     json: bool = False
     serve: bool = False
@@ -111,6 +118,8 @@ class PlanFlags:
     ttft_ms: Number = None
     tpot_ms: Number = None
     percentile: Count = None
+    prefix_cache_hit_rate: Number = None
+    trace: File = None
     weights: Text = None
     cache_precision: Text = None
     engine: Text = None
@@ -119,7 +128,8 @@ class PlanFlags:
 
 SERVING = (
     "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
-    "weights", "cache_precision", "engine", "gpu_memory_utilization",
+    "prefix_cache_hit_rate", "trace", "weights", "cache_precision", "engine",
+    "gpu_memory_utilization",
 )  # fmt: skip
 """Flags that mean something with --serve only."""
 
@@ -195,6 +205,7 @@ def main(arguments: Sequence[str]) -> int:
         restart_seconds=flags.restart_seconds,
         failures=flags.failures,
         repair_hours=flags.repair_hours,
+        expert_imbalance=flags.expert_imbalance,
     )
     if flags.json:
         import json
@@ -276,7 +287,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
     if flags.emit is not None:
         serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
-    names = ("price_list", *SERVING)
+    names = ("price_list", "expert_imbalance", *SERVING)
     given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     given |= {} if flags.dtype is None else {"precision": flags.dtype}
     found = job.serve_plan(

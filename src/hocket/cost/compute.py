@@ -35,7 +35,7 @@ from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, pr
 from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.local import divided
-from hocket.cost.state import local_trained
+from hocket.cost.state import imbalance_of, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Matmul, Terms
 
 UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
@@ -89,8 +89,9 @@ def block_times(
     fused = fuses_gradients(constants)
     device = FittedDevice(platform)
     latent = np.zeros_like(tokens)
+    uneven = imbalance_of(at, constants)
     for p in block.products:
-        m, n, k, batch = _local(p, tokens, at)
+        m, n, k, batch = _local(p, tokens, at, uneven)
         once, of_input, of_weight = linear_seconds(device, m, n, k, batch, frozen=p.frozen)
         forward, inputs, weights = forward + once, inputs + of_input, weights + of_weight
         latent = latent + once if p.latent else latent
@@ -110,7 +111,7 @@ def block_times(
     inputs = inputs + core_backward + moved + floor
     if np.any(block.weights_expert > 0):
         sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
-        apart = element * sorting * tokens / memory + constants.expert_time
+        apart = element * sorting * uneven * tokens / memory + constants.expert_time
         apart = np.where(block.weights_expert > 0, apart, 0.0)
         forward, inputs = forward + apart, inputs + apart
 
@@ -148,14 +149,14 @@ def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
 
 
 def _local(
-    one: Matmul, tokens: Floats, at: Layouts
+    one: Matmul, tokens: Floats, at: Layouts, imbalance: Floats
 ) -> tuple[Floats, Floats, Floats, Floats | float]:
     split, n, k = one.split, one.n, one.k
     rows = tokens * one.count
     if np.any(one.groups > 1):
         each = expert_tp(at)
         held = np.maximum(one.groups / at.ep, 1.0)
-        rows = rows / np.where(each < at.tp, at.tp, 1.0) / held
+        rows = rows * imbalance / np.where(each < at.tp, at.tp, 1.0) / held
         return rows, *divided(split, n, k, each), held
     if split == "outside" and not one.beside:
         return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
@@ -242,7 +243,12 @@ def _communication(
         reached = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
         once = (np.asarray(constants.once_per_node) > 0) & (nodes > 1)
         copies = model.experts_per_token * np.where(once, reached, 1.0)
-        sent = size * copies / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
+        sent = (
+            imbalance_of(at, constants)
+            * size
+            * copies
+            / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
+        )
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
         moved = np.where(block.weights_expert > 0, moved * constants.expert_exposed, 0.0)
         forward, backward = forward + moved, backward + moved

@@ -90,6 +90,10 @@ class Constants:
         selective_halves: selective recompute takes every second layer (torchtitan), not the
             attention core alone (Megatron).
 
+    Of the run:
+        expert_imbalance: tokens of the expert rank that gets most, over the mean of them all; 1
+            where routing is forced to be even, or a capacity bounds it.
+
     Of the precision (`spec.precision.state_bytes`):
         weight_bytes, gradient_bytes, optimizer_bytes: of one parameter.
         element_bytes: of an element of an activation, and of the messages that carry it.
@@ -133,6 +137,7 @@ class Constants:
     gradient_bytes: Any
     optimizer_bytes: Any
     element_bytes: Any
+    expert_imbalance: Any = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,9 +84,9 @@ class MeasuredLinks:
             return self.all_reduce(axis, nbytes, ranks)
         return self._priced(("all-reduce", axis, nbytes), "sum", ranks)
 
-    def message(self, nbytes: int) -> Collective:
-        """One message to a neighbouring stage."""
-        return self._priced(("send", "pp", nbytes), "send", 2)
+    def message(self, nbytes: int, axis: str = "pp") -> Collective:
+        """One message to a neighbouring stage, or to the next rank of another axis."""
+        return self._priced(("send", axis, nbytes), "send", 2)
 
     def _priced(self, what: tuple[str, str, int], operation: str, ranks: int) -> Collective:
         name, axis, nbytes = what

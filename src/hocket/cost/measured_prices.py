@@ -19,6 +19,7 @@ from hocket.cost.communication import (
     shared_buckets,
 )
 from hocket.cost.local import held_elements, tensor_elements
+from hocket.cost.measured_exchange import attention_heads, exchange_share, exchanges
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
@@ -76,6 +77,8 @@ class StepProblem:
             dp=self.layout.dp,
             cp=self.layout.cp,
             slices=self.layout.sequence_parallel,
+            ep=self.layout.ep,
+            etp=self.layout.etp,
         )
 
     @property
@@ -141,6 +144,8 @@ class StepProblem:
         for kind in blocks if tp > 1 else ():
             block = self.shape.blocks[kind]
             products = [p for p in block.products if not p.beside]
+            if self.layout.etp is not None:  # experts are whole: nothing of theirs is summed
+                products = [p for p in products if p.groups == 1]
             forward += sum(p.split == "row" for p in products)
             backward += len({p.input or p.name for p in products if p.split == "column"})
             if kind == "embedding":
@@ -154,6 +159,7 @@ class StepProblem:
             for kind in again
             for p in self.shape.blocks[kind].products
             if p.split == "row" and not p.beside
+            if p.groups == 1 or self.layout.etp is None
         ]
         repeated = sum(not p.ends for p in rows)
         entries, exits = self._untouched(blocks) if tp > 1 else (0, 0)
@@ -174,17 +180,21 @@ class StepProblem:
                 "backward_scatters": one * (backward - entries),
             }
         of_blocks = list(zip(weight_blocks(self.shape, blocks), held, strict=True))
+        placed = [pair for pair in of_blocks if self.is_placed(pair[1])]
+        of_blocks = [pair for pair in of_blocks if not self.is_placed(pair[1])]
+        held = [weight for _, weight in of_blocks]
         return StageShare(
             stage=stage,
             split_loss=split_loss,
             gradient_bytes=tuple(tensor_elements(w, tp) * GRADIENT_BYTES for w in trained(held)),
-            late=tuple(self._is_late(w) for w in trained(held)),
+            late=tuple(self.is_late(w) for w in trained(held)),
             blocks=tuple(block for block, weight in of_blocks if not weight.frozen),
             frozen=tuple(
                 (block, tensor_elements(w, tp) * GRADIENT_BYTES, self._sees_a_slice(w))
                 for block, w in of_blocks
                 if w.frozen
             ),
+            **exchange_share(self, stage, placed),
             partial_bytes=self._partial(trained(held)),
             tied_bytes=self._tied(blocks),
             **sums,
@@ -209,7 +219,7 @@ class StepProblem:
                 exits += product.split == "row"
         return len(entries), exits
 
-    def _is_late(self, weight: Weight) -> bool:
+    def is_late(self, weight: Weight) -> bool:
         """Whether a gradient is summed over other axes before it is reduced: a part's, that of
         heads that several ranks hold, and that of a weight which another stage holds too."""
         if self._sees_a_part(weight) or _partial([weight], self.layout.tp):
@@ -244,6 +254,10 @@ class StepProblem:
             found["tp"] = found.get("tp", 0) + parts
         return found
 
+    def is_placed(self, weight: Weight) -> bool:
+        """Whether a weight is of experts that lie over ranks."""
+        return self.layout.splits_experts and weight.name.startswith(self._experts)
+
     @property
     def state_ranks(self) -> int:
         """Ranks that share one optimizer state of what is no expert."""
@@ -255,7 +269,7 @@ class StepProblem:
 
     def states(self, weight: Weight) -> int:
         """Ranks that share the optimizer state of a weight."""
-        if self.layout.zero and self.layout.ep > 1 and weight.name.startswith(self._experts):
+        if self.layout.zero and self.is_placed(weight):
             return self.layout.expert_copies
         return self.state_ranks
 
@@ -284,12 +298,13 @@ class StepProblem:
     def step(self) -> Step:
         """One step, as `cost.communication` asks for it."""
         return Step(
-            seq_len=self.workload.seq_len,
+            seq_len=self.workload.seq_len // self.layout.cp,
             microbatch_size=self.microbatch.batch,
             num_microbatches=self.microbatches,
             hidden_size=self.shape.hidden,
             element_bytes=self.element_bytes,
             counts_tokens=False,
+            experts_per_token=self.shape.experts_per_token,
             bucket_bytes=self.bucket_mb * 1e6,
         )
 
@@ -297,11 +312,12 @@ class StepProblem:
         """By rank: every collective of one step, as the runtime counts them."""
         place = self.schedule.stage_ranks
         shares = [self.share(stage) for stage in range(len(place))]
+        heads = attention_heads(self)
         found = []
         for rank in range(self.layout.world_size):
             here = self.layout.coordinate(rank)["pp"]
             held = [share for share, owner in zip(shares, place, strict=True) if owner == here]
-            found.append(communication(self.layout, rank, self.step, held, place))
+            found.append(communication(self.layout, rank, self.step, held, place, heads))
         return found
 
 
@@ -359,7 +375,8 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
         forward += [found] if found else []
     reductions: list[Collective | None] = []
     whole = [] if job.layout.zero else bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6)
-    reductions += [links.collective("all-reduce", "dp", n, job.layout.dp) for n in whole]
+    data = "data" if job.layout.cp > 1 else "dp"
+    reductions += [links.collective("all-reduce", data, n, job.layout.data_degree) for n in whole]
     gathered: list[tuple[Collective, int]] = []
     shared = shared_buckets(job.layout, job.step, share) if job.layout.zero else ()
     for late, nbytes, gathers in shared:
@@ -371,7 +388,7 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
         # ZeRO-2 and 3 reduce in every microbatch; all of them are laid to the last.
         often = job.microbatches if job.layout.zero > 1 and not late else 1
         reductions += [links.collective("reduce-scatter", "shard", nbytes, ranks)] * often
-        rest = job.layout.dp // ranks
+        rest = job.layout.data_degree // ranks
         reductions.append(links.collective("all-reduce", "replicas", nbytes // ranks, rest))
     for nbytes, gathers in frozen_buckets(job.layout, job.step, share) if job.layout.zero else ():
         size = nbytes // GRADIENT_BYTES * job.element_bytes
@@ -380,6 +397,9 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
     for values, gathers in gathered:
         forward.append(values)
         backward += [values] * (gathers // job.microbatches - 1)
+    there, back, states = exchanges(job, share, links)
+    forward, backward = forward + there, backward + back
+    reductions += states
     last = stage == job.schedule.num_stages - 1
     return StageStep(
         forward=seconds.forward,
@@ -396,7 +416,7 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
 def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -> RankStep:
     layout, place = job.layout, job.schedule.stage_ranks
     held = [w for stage in stages for w in trained(weights(job.shape, job.blocks(stage)))]
-    elements = sum(tensor_elements(w, layout.tp) for w in held)
+    elements = sum(map(job.elements, held))
     gradients = float(elements * GRADIENT_BYTES)
     sums: list[Collective | None] = []
     ends = [stage for stage in stages if stage in (0, len(place) - 1)]
@@ -415,6 +435,9 @@ def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: Measured
                 size = nbytes // GRADIENT_BYTES * job.element_bytes
                 sums.append(links.collective("all-gather", "shard", size, job.state_ranks))
     gradients, mine = gradients / job.state_ranks, elements // job.state_ranks
+    if layout.splits_experts:
+        mine = sum(job.elements(w) // job.states(w) for w in held)
+        gradients = float(mine * GRADIENT_BYTES)
     loop = LOOP_CALLS * rates.call("add")
     # The norm reads every gradient; clipping, where it happens, rewrites them.
     norm = rates.streams(gradients, len(held)) + rates.streams(2 * gradients, len(held))

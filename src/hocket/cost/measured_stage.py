@@ -70,7 +70,8 @@ class Seconds:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatch:
     """What one forward is given: B rows of S tokens, over c context ranks, on t tensor ranks of d
-    replicas; with `slices` what is not split lies on slices of the sequence."""
+    replicas; with `slices` what is not split lies on slices of the sequence. Experts lie over `ep`
+    ranks, each over `etp` tensor ranks (None: all), with even routing."""
 
     batch: int
     sequence: int
@@ -78,6 +79,8 @@ class Microbatch:
     dp: int = 1
     cp: int = 1
     slices: bool = False
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -179,14 +182,17 @@ def block_seconds(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Se
 def _product(
     product: MatrixProduct, block: BlockShape, microbatch: Microbatch, rates: Rates
 ) -> Seconds:
-    ranks = _ranks(product, block, microbatch.tp)
+    ranks, groups = _ranks(product, block, microbatch.tp), product.groups
+    if groups > 1:
+        ranks, groups = microbatch.etp or ranks, max(1, groups // microbatch.ep)
     n, k = (max(1, round(x)) for x in divided(product.split, product.n, product.k, ranks))
     sliced = product.split == "outside" and not product.beside
     tokens = microbatch.tokens / (microbatch.ranks("outside") if sliced else 1)
+    if product.groups > 1:  # those of all expert ranks; folded tensor ranks bring a share each
+        tokens *= microbatch.ep
+        tokens /= microbatch.tp if microbatch.etp else 1
     rows = max(1, round(tokens * product.count / product.groups))
-    forward, of_input, of_weight = linear_seconds(
-        rates, rows, n, k, product.groups, frozen=product.frozen
-    )
+    forward, of_input, of_weight = linear_seconds(rates, rows, n, k, groups, frozen=product.frozen)
     return Seconds(forward=forward, input=of_input, weight=of_weight)
 
 

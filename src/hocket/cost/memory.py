@@ -24,7 +24,7 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.state import Parameters, held, local, local_trained
+from hocket.cost.state import Parameters, held, imbalance_of, local, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
 TRACED_BYTES = 2.0
@@ -156,6 +156,9 @@ def _saved(
     outside = block.saved_outside + constants.expert_outputs * block.saved_expert_outputs
     inside = block.saved_inside - 0.5 * constants.quantized_inputs * block.saved_inputs_inside
     outside = outside - 0.5 * constants.quantized_inputs * block.saved_inputs_outside
+    more = imbalance_of(at, constants) - 1.0
+    inside = inside + more * block.saved_routed_inside
+    outside = outside + more * block.saved_routed_outside
     plain = width * (inside / at.tp + outside / split)
     flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
     scores = np.where(flash, 0.0, block.saved_square * seq_len / at.tp)

@@ -79,9 +79,9 @@ class _Stage:
                 block=at,
                 nbytes=job.elements(w) * GRADIENT_BYTES,
                 made=job.elements(w) * width,
-                late=late,
+                late=job.is_late(w),
             )
-            for (at, w), late in zip(held, job.share(number).late, strict=True)
+            for at, w in held
         ]
         self.gradients = _gradients(job, gradients, kinds, live, cuda)
         self.blocks = blocks_of(job, number, by_block, cuda=cuda)

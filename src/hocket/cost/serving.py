@@ -165,6 +165,7 @@ def serving_prices(
     max_num_batched_tokens: int | None = None,
     gpu: str = "",
     curves: Iterable[MeasuredCurve] = (),
+    expert_imbalance: float = 1.0,
 ) -> ServingPrices:
     """Prices of one replica.
 
@@ -178,6 +179,7 @@ def serving_prices(
         cache_precision: of keys and values; None: 8 bits with fp8 and fp4 weights, else 16.
         engine: one of `serving_constants.engines()`; None: the default.
         max_num_batched_tokens: of a step; None: the engine's.
+        expert_imbalance: tokens of the expert rank that gets most, over the mean.
         curves: measured collectives of this kind of GPU and link.
 
     Raises:
@@ -221,6 +223,7 @@ def serving_prices(
         platform=Platform(numbers, constants(name, TRAINING_STACK)),
         constants=found,
         cp=_floats(cp),
+        imbalance=_floats(expert_imbalance),
     )
     tokens = int(
         found.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens

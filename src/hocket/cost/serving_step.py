@@ -74,6 +74,7 @@ class ReplicaColumns:
         platform: the machine, and the training constants that collectives need.
         constants: of GPU and engine.
         cp: context ranks: each computes its part of a prompt and has its part of the cache.
+        imbalance: tokens of the expert rank that gets most, over the mean.
     """
 
     tp: Floats
@@ -88,6 +89,7 @@ class ReplicaColumns:
     platform: Platform
     constants: ServingConstants
     cp: Floats = dataclasses.field(default_factory=lambda: np.ones(1))
+    imbalance: Floats | float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +239,7 @@ def _expert_product(p: MatrixProduct, at: ReplicaColumns, tokens: Floats) -> Flo
     inside = np.maximum(ranks / at.ep, 1.0)
     touched = held * touched_share(np.minimum(p.count / p.groups, 1.0), tokens)
     touched = np.maximum(touched, np.minimum(tokens * p.count / at.ep, 1.0))
-    rows = tokens * p.count / at.ep
+    rows = tokens * p.count / at.ep * _uneven(at)
     rate = np.where(at.few_bits > 0, constants.matrix_rate_8, constants.matrix_rate) * at.flops
     size = p.n * p.k / inside
     compute = 2 * np.maximum(rows, touched * ROUNDED) * size / (rate * constants.expert_rate)
@@ -303,11 +305,17 @@ def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floa
     talk = dense * one
     if expert:
         top = max(p.count for p in rows if p.groups > 1)
-        sent = size * top
+        sent = size * top * _uneven(at)
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, np.ones_like(at.tp), at.platform)
         spread = at.attention_dp > 1
         talk = talk + np.where(spread, moved, one)
     found: Floats = talk
+    return found
+
+
+def _uneven(at: ReplicaColumns) -> Floats:
+    """Tokens of the fullest expert rank over the mean, at most all of them."""
+    found: Floats = np.minimum(at.imbalance, np.maximum(at.ep, 1.0))
     return found
 
 

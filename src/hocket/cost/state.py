@@ -71,6 +71,13 @@ def local_trained(block: BlockTerms, at: Layouts) -> Parameters:
     return _divided(block.trained_inside, block.trained_outside, block.trained_expert, at)
 
 
+def imbalance_of(at: Layouts, constants: Constants) -> Floats:
+    """Tokens of the fullest expert rank over the mean, [r]: at most all of them, and 1 where every
+    rank holds every expert."""
+    found: Floats = np.minimum(constants.expert_imbalance, np.maximum(at.ep, 1.0))
+    return found
+
+
 def _divided(inside: Floats, outside: Floats, expert: Floats, at: Layouts) -> Parameters:
     return Parameters(inside / at.tp + outside, expert / (expert_tp(at) * at.ep))
 

@@ -78,6 +78,7 @@ class BlockTerms:
             `expert_outputs`, which only the gradient of the routing weights needs, are apart.
             `inputs`: of `saved`, inputs of products that nothing else needs, less half of those
             that attention needs too: what is freed twice over where inputs are saved in 8 bits.
+        saved_routed: of `saved`, rows of tokens on the ranks of their experts.
         saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
             up-projections) makes again.
         weights: parameters by what divides them: tensor parallelism, nothing, experts.
@@ -104,6 +105,8 @@ class BlockTerms:
     saved_square: Floats
     saved_modules_inside: Floats
     saved_modules_outside: Floats
+    saved_routed_inside: Floats
+    saved_routed_outside: Floats
     weights_inside: Floats
     weights_outside: Floats
     weights_expert: Floats
@@ -234,6 +237,19 @@ def _expert_outputs(block: BlockShape) -> float:
     return size if found else 0.0
 
 
+def _routed(block: BlockShape, *, outside: bool) -> float:
+    """Bytes of what routed experts save on the ranks that hold them."""
+    experts = {p.name for p in block.products if p.groups > 1}
+    return sum(
+        row.bytes
+        for row in block.saved
+        if row.name.removesuffix(" input") in experts
+        and row.view in ("fused", "both")
+        and not row.square
+        if (row.split == "outside") == outside
+    )
+
+
 def _inputs(block: BlockShape, *, outside: bool) -> float:
     """Bytes of products' inputs; an output of attention is saved in 8 bits beside itself."""
     names = {f"{p.name} input" for p in block.products if not p.frozen}
@@ -351,6 +367,8 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         saved_square=held(False, core=True, square=True) + held(False, square=True),
         saved_modules_inside=_one(_of_modules(block, outside=False)),
         saved_modules_outside=_one(_of_modules(block, outside=True)),
+        saved_routed_inside=_one(_routed(block, outside=False)),
+        saved_routed_outside=_one(_routed(block, outside=True)),
         weights_inside=weights("inside", "column", "row", "vocab"),
         weights_outside=weights("outside"),
         weights_expert=weights("expert"),

@@ -10,7 +10,7 @@ run starts without one. No failure to predict fails a run: forecast.json gives t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def told(
         )
         if weighed:
             most = max(spec.layout.world_size, measured.host.cores)
-            others = candidates(shape, spec.workload, most)
+            others = candidates(shape, spec.workload, most, exchanging_axes(spec))
             rows = weigh(shape, spec.workload, machine, others, bucket_mb=bucket_mb, shown=weighed)
             found = beside(found, (one for one, _ in rows), weighed)
         return found, timeline
@@ -227,6 +227,7 @@ def weighed(
     *,
     legal: Callable[[list[Layout]], list[Layout]],
     shown: int = 12,
+    given: Collection[str] = (),
 ) -> tuple[list[Layout], list[tuple[Forecast, Timeline]]]:
     """The layouts that a machine can run, and forecasts of the best, the fastest that fits first.
 
@@ -237,6 +238,7 @@ def weighed(
         legal: those of some layouts that the model and the batch allow and that keep what is
             pinned, complete.
         shown: how many are forecast at least.
+        given: names of the fields that a layout must keep.
     """
     from hocket.planning.machine_choice import candidates, leaner, weigh
 
@@ -244,7 +246,7 @@ def weighed(
     most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
     if measured.device == "cuda":
         most = max(1, len(measured.devices))
-    among = candidates(shape, spec.workload, most)
+    among = candidates(shape, spec.workload, most, exchanging_axes(spec, given))
 
     def allowed(layouts: list[Layout]) -> list[Layout]:
         return legal([one for one in layouts if not unpriced(spec, one)])
@@ -284,12 +286,26 @@ def chosen(
 
     given_fields = {name: getattr(spec.layout, name) for name in names}
     _, rows = weighed(
-        spec, shape, machine, legal=lambda among: keeping(among, given_fields, legal)[0]
+        spec,
+        shape,
+        machine,
+        legal=lambda among: keeping(among, given_fields, legal)[0],
+        given=names,
     )
     return best_of(rows, shape, spec.workload)
 
 
-SEARCHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})
+def exchanging_axes(spec: RunSpec, given: Collection[str] = ()) -> frozenset[str]:
+    """Of `cp` and `ep` those under which the model's type was found equal (`catalogue.families`),
+    and those that were given."""
+    from hocket.catalogue.families import families
+
+    known = families().get(str(spec.config.get("model_type")))
+    asked = {"ep" if name == "etp" else name for name in given}
+    return frozenset({"cp", "ep"} & {*(known.trains if known else ()), *asked})
+
+
+SEARCHED = frozenset({"dp", "pp", "cp", "tp", "ep", "etp", "microbatches", "schedule"})
 """Fields of a layout that are searched; any other is as it was given, or its default."""
 
 

@@ -87,6 +87,7 @@ def plan(
             machine,
             legal=lambda among: legal(source, workload, among, pins or {}),
             shown=shown,
+            given=tuple(pins or ()),
         )
     rows = [one for one, _ in weighed]
     if objective == "memory":

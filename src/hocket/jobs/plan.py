@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hocket.planning.forecast import LayoutForecast, Range
     from hocket.planning.goodput import Goodput
     from hocket.planning.plan import TrainingPlan
-    from hocket.planning.problem import Problem
     from hocket.spec.cluster import Gpu
     from hocket.spec.model_shape import ModelShape
 
@@ -47,6 +46,7 @@ def plan(
     restart_seconds: float | None = None,
     failures: float | None = None,
     repair_hours: float | None = None,
+    expert_imbalance: float | None = None,
 ) -> TrainingPlan:
     """The best layouts of a model on a cluster, or one layout priced.
 
@@ -70,6 +70,7 @@ def plan(
             `planning.goodput.SAVE_RATE`.
         restart_seconds: from a failure to the next step. failures: per GPU and hour. repair_hours:
             until a failed node is back. None: the defaults of `planning.goodput`.
+        expert_imbalance: tokens of the expert rank that gets most, over the mean. None: 1.5.
 
     Raises:
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
@@ -78,10 +79,11 @@ def plan(
     from hocket.catalogue.hardware import with_prices
     from hocket.jobs.adapters import words
     from hocket.jobs.machine import cluster as find_cluster
+    from hocket.planning.goodput import plan_goodput
     from hocket.planning.layouts import parse_pins
     from hocket.planning.plan import plan as search
     from hocket.planning.plan import plan_one
-    from hocket.planning.problem import STACK, Problem
+    from hocket.planning.problem import EXPERT_IMBALANCE, STACK, Problem
     from hocket.planning.stacks import stack as find_stack
     from hocket.planning.tools.emit import check, tool
     from hocket.planning.tools.limits import division
@@ -104,6 +106,12 @@ def plan(
             raise OptionError(
                 f"--emit {emit} writes flags of software for GPUs; {machines.name} is CPU cores",
                 hint="leave --emit out, or name GPUs: --cluster 8xH100-SXM",
+            )
+        if expert_imbalance not in (None, 1.0):
+            raise OptionError(
+                f"--expert-imbalance is {expert_imbalance:g}; CPU runs are predicted with even "
+                "routing alone",
+                hint="leave --expert-imbalance out",
             )
         if grad_dtype not in (None, "fp32"):
             raise OptionError(
@@ -140,7 +148,8 @@ def plan(
         stack=STACK if stack is None else stack,
         division=division(limits),
         limits=limits,
-        model_type=_model_type(os.fspath(model)) if limits else "",
+        model_type=_model_type(os.fspath(model)),
+        expert_imbalance=EXPERT_IMBALANCE if expert_imbalance is None else expert_imbalance,
     )
     for limit in limits:
         if problem.precision not in limit.precisions:
@@ -161,13 +170,21 @@ def plan(
     if positions is not None and seq_len > positions:
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
         found = dataclasses.replace(found, notes=(*found.notes, note))
+    if any(one.layout.ep > 1 for one in (*found.layouts, *found.unsupported_layouts)):
+        note = (
+            f"With ep the most loaded expert rank gets {problem.expert_imbalance:g} times the mean "
+            "number of tokens: --expert-imbalance."
+        )
+        found = dataclasses.replace(found, notes=(*found.notes, note))
     found = dataclasses.replace(
         found,
         notes=(*found.notes, *words(problem.shape)),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         stack="" if chosen is None else chosen.title,
-        goodput=_goodput(problem, found, save_seconds, restart_seconds, failures, repair_hours),
+        goodput=plan_goodput(
+            problem, found.best, save_seconds, restart_seconds, failures, repair_hours
+        ),
     )
     if explain and found.best.fits:
         from hocket.planning.explain import explain as sentences
@@ -176,34 +193,6 @@ def plan(
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
         found = dataclasses.replace(found, explanation=told)
     return found
-
-
-def _goodput(  # noqa: PLR0917
-    problem: Problem,
-    found: TrainingPlan,
-    save_seconds: float | None,
-    restart_seconds: float | None,
-    failures: float | None,
-    repair_hours: float | None,
-) -> Goodput:
-    """Of the best layout. Raises OptionError: a number that is not above 0."""
-    from hocket.planning.goodput import SAVE_RATE, goodput
-    from hocket.spec.precision import state_bytes
-
-    per_node = problem.cluster.node.num_gpus
-    gpus = found.best.layout.world_size
-    nodes = -(-gpus // per_node)
-    if save_seconds is None:
-        sizes = state_bytes(problem.precision, problem.grad_dtype)
-        stored = problem.shape.num_trained * (sizes.weight + sizes.optimizer)
-        save_seconds = stored / (nodes * SAVE_RATE)
-    own = {
-        "restart_seconds": restart_seconds,
-        "failures": failures,
-        "repair_hours": repair_hours,
-    }
-    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-    return goodput(num_gpus=gpus, num_nodes=nodes, save_seconds=save_seconds, **given)
 
 
 def default_precision(gpu: Gpu) -> str:

@@ -7,6 +7,7 @@ dispatcher   alltoall sends a copy of a token to each of its experts; flex (Deep
 overlap      `EP a2a`: dispatching beside the compute of another microbatch; what is left exposed
              is `OVERLAPPED`; a row that says nothing has its software's share
 capacity     tokens beyond an expert's capacity are dropped: no rank has more than the mean
+routing      natural: the fullest rank has `NATURAL` times the mean; else even
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ from collections.abc import Mapping
 from hocket.cost.constants import Constants
 from hocket.planning.csv_rows import LeftOut, number
 from hocket.planning.expert_decoder import expert_decoder
+from hocket.planning.problem import EXPERT_IMBALANCE
 from hocket.spec.model_shape import ModelShape
 
 OVERLAPPED = 0.2
 """Share of dispatching that stays exposed where it runs beside compute of other microbatches: its
 first and last part of a step, and the slower kernels of both."""
 
-EXPERT_TIME, EXPERT_PASSES = 1.2e-3, 8.0
+EXPERT_TIME, EXPERT_PASSES = 1.6e-3, 4.0
 """Seconds that a layer of experts waits for the CPU, and elements that sorting tokens moves, where
 dispatching is predicted apart. Software whose rows say nothing of that has longer ones fitted,
 which contain what it exposes. Fitted with `OVERLAPPED` and `GRAPHED` to published runs, families of
 models left out (docs/reference/accuracy.md)."""
 
-GRAPHED = 0.5
+GRAPHED = 0.25
 """Share of the CPU's time for a layer of experts that is left where routing and preprocessing are
 captured in a CUDA graph."""
+
+NATURAL = EXPERT_IMBALANCE
+"""Tokens of the fullest expert rank over the mean, in rows whose notes say that routing was
+natural; 1 where it was forced to be even, where a capacity bounded it, or where the row says
+nothing."""
 
 COLUMNS = (
     "experts", "top_k", "moe_ffn", "shared_experts", "etp", "dispatcher", "overlap", "cuda_graph",
@@ -91,4 +98,6 @@ def with_dispatch(values: Constants, row: Mapping[str, str]) -> Constants:
         changes |= {"expert_time": EXPERT_TIME, "expert_passes": EXPERT_PASSES}
     if graph and graph != "none":
         changes["expert_time"] = changes.get("expert_time", values.expert_time) * GRAPHED
+    if re.search(r"\bnatural routing\b", row.get("notes", ""), re.I):
+        changes["expert_imbalance"] = NATURAL
     return dataclasses.replace(values, **changes) if changes else values

@@ -152,6 +152,11 @@ def forecast(
     enough = bool(fits(held, gpu.usable)[0])
     known["buffers and context"] = peak - sum(known.values())
     unsupported = [one.reason(layout) for one in absent(layout)]
+    unsupported += [
+        f"{axis} is {getattr(layout, axis)}: {problem.model_type} models do not train under {axis}"
+        for axis in ("cp", "ep")
+        if problem.axes is not None and axis not in problem.axes and getattr(layout, axis) > 1
+    ]
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
         unsupported.append(f"{problem.precision}: this version trains in {names}")

@@ -22,7 +22,10 @@ import dataclasses
 import math
 from typing import Any
 
+from hocket.planning.forecast import LayoutForecast
+from hocket.planning.problem import Problem
 from hocket.spec.errors import OptionError
+from hocket.spec.precision import state_bytes
 
 FAILURES = 2.0e-5
 """Unexpected interruptions per GPU and hour: 419 in 54 days on 16,384 H100 (Llama 3, Dubey et al.
@@ -122,6 +125,31 @@ def goodput(
         spares=spares,
         spare_nodes=num_nodes * (spares[1] - spares[0]) / spares[0] if num_spares else 0.0,
     )
+
+
+def plan_goodput(  # noqa: PLR0917
+    problem: Problem,
+    best: LayoutForecast,
+    save_seconds: float | None,
+    restart_seconds: float | None,
+    failures: float | None,
+    repair_hours: float | None,
+) -> Goodput:
+    """Of a plan's best layout; None: the defaults. Raises OptionError: a number not above 0."""
+    per_node = problem.cluster.node.num_gpus
+    gpus = best.layout.world_size
+    nodes = -(-gpus // per_node)
+    if save_seconds is None:
+        sizes = state_bytes(problem.precision, problem.grad_dtype)
+        stored = problem.shape.num_trained * (sizes.weight + sizes.optimizer)
+        save_seconds = stored / (nodes * SAVE_RATE)
+    own = {
+        "restart_seconds": restart_seconds,
+        "failures": failures,
+        "repair_hours": repair_hours,
+    }
+    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    return goodput(num_gpus=gpus, num_nodes=nodes, save_seconds=save_seconds, **given)
 
 
 def efficiency(interval: float, mean: float, save: float, restart: float) -> float:

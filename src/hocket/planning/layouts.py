@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -267,8 +267,12 @@ def _problems(
         )
 
 
-def runs_here(layouts: Layouts) -> np.ndarray:
-    """[r] bool: which rows the runtime can carry out, by `spec.capabilities`."""
+def runs_here(layouts: Layouts, axes: Collection[str] | None = None) -> np.ndarray:
+    """[r] bool: which rows the runtime can carry out, by `spec.capabilities`.
+
+    Args:
+        axes: under which the model's type trains; None: not known, any.
+    """
     columns = {
         "cp": layouts.cp,
         "ep": layouts.ep,
@@ -280,6 +284,9 @@ def runs_here(layouts: Layouts) -> np.ndarray:
     for row in (row for row in TABLE if row.field in columns):  # an etp is tp or 1
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
+    for axis in ("cp", "ep"):
+        if axes is not None and axis not in axes:
+            found &= columns[axis] == 1
     return found
 
 

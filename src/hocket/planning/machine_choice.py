@@ -7,8 +7,9 @@ layout can still be the fastest; and where none fits, the same again with what s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem, step_prices
@@ -51,10 +52,17 @@ def meshes(shape: ModelShape, most_ranks: int) -> list[Layout]:
     ]
 
 
-def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[Layout]:
-    """`meshes` that a batch allows, with each number of microbatches and schedule."""
+def candidates(
+    shape: ModelShape, workload: Workload, most_ranks: int, axes: Collection[str] = ()
+) -> list[Layout]:
+    """`meshes` that a batch allows, with each number of microbatches and schedule.
+
+    Args:
+        axes: of `cp` and `ep` those that the model is split over as well.
+    """
     found = []
-    for mesh in meshes(shape, most_ranks):
+    dense = meshes(shape, most_ranks)
+    for mesh in itertools.chain(*(_exchanging(one, shape, workload, axes) for one in dense)):
         if not legality.batch(workload.global_batch, mesh.dp):
             continue
         for count in divisors(workload.global_batch // mesh.dp):
@@ -79,13 +87,34 @@ def resized(own: Layout, count: int) -> Iterator[Layout]:
                 yield Layout(dp=world // split, pp=split // tp, tp=tp)
 
 
+def _exchanging(
+    mesh: Layout, shape: ModelShape, workload: Workload, axes: Collection[str]
+) -> Iterator[Layout]:
+    """A mesh, and those in which some of its data ranks are context ranks, experts lie over ranks,
+    or both; each expert sliced over tp, or whole (etp1)."""
+    for cp in divisors(mesh.dp) if "cp" in axes else [1]:
+        if cp > 1 and not legality.context(workload.seq_len, cp):
+            continue
+        dp = mesh.dp // cp
+        yield dataclasses.replace(mesh, dp=dp, cp=cp)
+        if "ep" not in axes or not shape.experts:
+            continue
+        for etp in (None, 1) if mesh.tp > 1 else (None,):
+            sliced = etp or mesh.tp
+            yield from (
+                dataclasses.replace(mesh, dp=dp, cp=cp, ep=ep, etp=etp)
+                for ep in divisors(shape.experts)
+                if (ep > 1 or etp) and legality.expert_ranks(dp, cp, ep, mesh.tp, sliced)
+            )
+
+
 def leaner(layouts: Iterable[Layout]) -> list[Layout]:
     """The same layouts with what holds less and takes longer: the state in shares (ZeRO), slices of
     the sequence, layers that are run again in backward."""
     found = []
     for layout in layouts:
         for recompute in ("none", "full"):
-            for zero in (0, 1, 2, 3) if layout.dp > 1 else (0,):
+            for zero in (0, 1, 2, 3) if layout.data_degree > 1 else (0,):
                 for slices in (False, True) if layout.tp > 1 else (False,):
                     if recompute != "none" or zero or slices:
                         one = dataclasses.replace(

@@ -145,7 +145,7 @@ def price(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> 
     count = len(layouts)
     return Priced(
         layouts=layouts,
-        here=runs_here(layouts),
+        here=runs_here(layouts, problem.axes),
         seconds=times.step,
         pipeline=times.pipeline,
         simulated=np.zeros(count, dtype=bool),

@@ -24,6 +24,7 @@ import dataclasses
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,6 +63,10 @@ class Latencies:
         batch: sequences that decode together, mean over time; `batch_peak`: at most.
         cache: share of the cache that is reserved, mean over time; `cache_peak`: at most.
         busy: share of the time in which there was work.
+        answered_seconds: from the first counted arrival to the last token of a counted request.
+        output_tokens_per_second: tokens of counted answers over that time, of all replicas.
+        request_tokens_per_second: tokens of an answer over its `end_to_end`, which so many percent
+            of the requests reach or exceed.
     """
 
     ttft: Percentiles
@@ -75,6 +80,9 @@ class Latencies:
     cache: float
     cache_peak: float
     busy: float
+    answered_seconds: float
+    output_tokens_per_second: float
+    request_tokens_per_second: Percentiles
 
     def later(self, seconds: float) -> Latencies:
         """With first tokens, and ends, later by so much: what a request takes before its prompt."""
@@ -173,33 +181,118 @@ class LatencyLimits:
     exceptions: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestTimes:
+    """What the counted requests of one replica met with, one number a request, in seconds.
+
+    Attributes:
+        came, begun, first, done: arrival, begin of the prompt, first and last token.
+        output: tokens of the answer.
+        batch_seconds, cache_seconds: decoding sequences, and share of the cache, times seconds.
+        batch_peak, cache_peak: at most. idle: seconds without work.
+    """
+
+    came: Floats
+    begun: Floats
+    first: Floats
+    done: Floats
+    output: Floats
+    batch_seconds: float
+    batch_peak: int
+    cache_seconds: float
+    cache_peak: float
+    idle: float
+
+    @property
+    def span(self) -> float:
+        """Seconds in which the requests arrived."""
+        return max(float(self.came[-1] - self.came[0]), 1e-12)
+
+
+def latencies_of(parts: Sequence[RequestTimes]) -> Latencies:
+    """Latencies over the requests of one replica, or of several that worked at the same time."""
+    came, begun, first, done, output = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("came", "begun", "first", "done", "output")
+    )
+    spans = sum(part.span for part in parts)
+    whole = done - came
+    slowest = np.percentile(output / np.maximum(whole, 1e-12), [50, 10, 1])
+    answered = max(float(done.max() - came.min()), 1e-12)
+    return Latencies(
+        ttft=_percentiles(first - came),
+        tpot=_percentiles((done - first) / np.maximum(output - 1, 1)),
+        end_to_end=_percentiles(whole),
+        queue=_percentiles(begun - came),
+        requests=len(came),
+        simulated_seconds=max(part.span for part in parts),
+        batch=sum(part.batch_seconds for part in parts) / spans,
+        batch_peak=max(part.batch_peak for part in parts),
+        cache=sum(part.cache_seconds for part in parts) / spans,
+        cache_peak=max(part.cache_peak for part in parts),
+        busy=1 - sum(part.idle for part in parts) / spans,
+        answered_seconds=answered,
+        output_tokens_per_second=float(output.sum()) / answered,
+        request_tokens_per_second=Percentiles(*map(float, slowest)),
+    )
+
+
 def simulate_requests(
     table: RoundTable,
     arrivals: list[float],
     *,
-    prompt: int,
-    output: int,
+    prompt: int | Sequence[int],
+    output: int | Sequence[int],
     capacity: float,
     most: int,
+    cached: int | Sequence[int] = 0,
     warm_up: int = 0,
     tail: int = 0,
     limits: LatencyLimits | None = None,
 ) -> Latencies | None:
+    """Latencies of one replica; see `play_requests`."""
+    times = play_requests(
+        table, arrivals, prompt=prompt, output=output, capacity=capacity, most=most,
+        cached=cached, warm_up=warm_up, tail=tail, limits=limits,
+    )  # fmt: skip
+    return None if times is None else latencies_of([times])
+
+
+def play_requests(
+    table: RoundTable,
+    arrivals: list[float],
+    *,
+    prompt: int | Sequence[int],
+    output: int | Sequence[int],
+    capacity: float,
+    most: int,
+    cached: int | Sequence[int] = 0,
+    warm_up: int = 0,
+    tail: int = 0,
+    limits: LatencyLimits | None = None,
+) -> RequestTimes | None:
     """Play one replica.
 
     Args:
         arrivals: seconds, ascending.
-        prompt, output: tokens of each request.
+        prompt, output: tokens of each request, or one number for all. cached: tokens of the prompt
+            whose keys and values are in the cache already. With all of them another pool has
+            given the first token: a request decodes `output` more as soon as it is begun, and
+            `first` is that time.
         capacity: tokens that the cache holds; a request reserves prompt + output, so that none is
             put out again.
         most: sequences at once, the cache apart.
         warm_up: first requests that are not counted. tail: last ones, which keep it busy.
         limits: None is returned as soon as more of the counted requests are slower.
     """
-    need = prompt + output
-    slots = min(most, int(capacity // need))
-    assert slots >= 1, "a request must fit"
     count = len(arrivals)
+    prompts, outputs, known = (
+        [values] * count if isinstance(values, int) else list(values)
+        for values in (prompt, output, cached)
+    )
+    needs = [a + b for a, b in zip(prompts, outputs, strict=True)]
+    assert most >= 1, "a request must fit"
+    assert max(needs) <= capacity, "every request must fit"
     last = count - tail
     assert warm_up < last
     begun, first, done = [0.0] * count, [0.0] * count, [0.0] * count
@@ -208,29 +301,36 @@ def simulate_requests(
     budget = table.chunk * table.stages
     now, turn, arrived, admitted, finished = arrivals[0], 0, 0, 0, 0
     decoding, contexts = 0, 0.0
-    peak = most_held = 0
+    peak = most_held = held = 0
     area_batch = area_held = idle = 0.0
     start, stop = arrivals[warm_up], arrivals[last - 1]
-    span = max(stop - start, 1e-12)
     slow = 0
     latest, slowest, exceptions = math.inf, math.inf, count
     if limits is not None:
-        latest, exceptions = limits.ttft, limits.exceptions
-        slowest = limits.tpot * max(output - 1, 1)
+        latest, slowest, exceptions = limits.ttft, limits.tpot, limits.exceptions
 
     while finished < count:
         while arrived < count and arrivals[arrived] <= now:
             arrived += 1
-        while admitted < arrived and admitted - finished < slots:  # 1
+        while (  # 1
+            admitted < arrived and admitted - finished < most and held + needs[admitted] <= capacity
+        ):
             begun[admitted] = now
-            reading.append([admitted, prompt])
+            held += needs[admitted]
+            left = prompts[admitted] - known[admitted]
+            if left:
+                reading.append([admitted, left])
+            else:
+                heapq.heappush(ends, (turn + outputs[admitted], admitted))
+                first[admitted] = now
+                decoding += 1
+                contexts += prompts[admitted]
             admitted += 1
         if admitted == finished:
             idle += _overlap(now, arrivals[arrived], start, stop)
             now = arrivals[arrived]
             continue
-        before = now
-        held = admitted - finished
+        before, reserved = now, held
         if reading:
             room = max(budget - decoding, 1)
             tokens, read = 0, 0.0
@@ -238,7 +338,7 @@ def simulate_requests(
             while reading and tokens < room:
                 head = reading[0]
                 take = min(head[1], room - tokens)
-                seen = prompt - head[1]
+                seen = prompts[head[0]] - head[1]
                 read += take * (seen + take / 2)
                 tokens += take
                 head[1] -= take
@@ -253,20 +353,23 @@ def simulate_requests(
             batch = decoding
             for request in complete:  # 2
                 first[request] = now
-                if output == 1:
+                if outputs[request] == 1:
                     done[request] = now
                     finished += 1
+                    held -= needs[request]
                 else:
-                    heapq.heappush(ends, (turn + output - 1, request))
+                    heapq.heappush(ends, (turn + outputs[request] - 1, request))
                     decoding += 1
-                    contexts += prompt + 1
+                    contexts += prompts[request] + 1
         else:
             rounds = ends[0][0] - turn
             low, slope, _ = table.terms(0, decoding)
             each_round = low + slope * (contexts / decoding - 1)
             # The context grows by one a round: k rounds take k x + s k (k - 1) / 2.
             wait = arrivals[arrived] - now if arrived < count else math.inf
-            if admitted - finished < slots and wait < rounds * (each_round + slope * rounds / 2):
+            free = admitted == arrived < count and admitted - finished < most
+            free = free and held + needs[admitted] <= capacity
+            if free and wait < rounds * (each_round + slope * rounds / 2):
                 guess = _rounds_in(wait, each_round, slope)
                 rounds = max(1, min(rounds, guess))
             now += rounds * each_round + slope * rounds * (rounds - 1) / 2
@@ -276,36 +379,34 @@ def simulate_requests(
         if now > start and before < stop:
             passed = _overlap(before, now, start, stop)
             peak = max(peak, batch)
-            most_held = max(most_held, held)
+            most_held = max(most_held, reserved)
             area_batch += batch * passed
-            area_held += held * passed
+            area_held += reserved * passed
         while ends and ends[0][0] <= turn:  # 3
             _, request = heapq.heappop(ends)
             done[request] = now
             finished += 1
             decoding -= 1
-            contexts -= need
-            late = first[request] - arrivals[request] > latest or now - first[request] > slowest
+            contexts -= needs[request]
+            held -= needs[request]
+            each_token = (now - first[request]) / max(outputs[request] - 1, 1)
+            late = first[request] - arrivals[request] > latest or each_token > slowest
             if late and warm_up <= request < last:
                 slow += 1
                 if slow > exceptions:
                     return None
     kept = slice(warm_up, last)
-    came, began = np.array(arrivals[kept]), np.array(begun[kept])
-    spoke, ended = np.array(first[kept]), np.array(done[kept])
-    share = need / capacity
-    return Latencies(
-        ttft=_percentiles(spoke - came),
-        tpot=_percentiles((ended - spoke) / max(output - 1, 1)),
-        end_to_end=_percentiles(ended - came),
-        queue=_percentiles(began - came),
-        requests=last - warm_up,
-        simulated_seconds=span,
-        batch=area_batch / span,
+    return RequestTimes(
+        came=np.array(arrivals[kept]),
+        begun=np.array(begun[kept]),
+        first=np.array(first[kept]),
+        done=np.array(done[kept]),
+        output=np.array(outputs[kept], dtype=np.float64),
+        batch_seconds=area_batch,
         batch_peak=peak,
-        cache=area_held / span * share,
-        cache_peak=most_held * share,
-        busy=1 - idle / span,
+        cache_seconds=area_held / capacity,
+        cache_peak=most_held / capacity,
+        idle=idle,
     )
 
 

@@ -27,6 +27,8 @@ class Service:
         requests_per_second: that arrive on average, independent of each other (Poisson).
         ttft_ms, tpot_ms: goals in milliseconds; None: no goal.
         percentile: share of the requests, in percent, that must meet each goal.
+        prefix_cache_hit_rate: fraction of a prompt's tokens whose keys and values an earlier
+            request left in the cache: attended to, not computed again.
 
     Raises:
         OptionError: a number that cannot be.
@@ -38,6 +40,7 @@ class Service:
     ttft_ms: float | None = 2000.0
     tpot_ms: float | None = 100.0
     percentile: int = 90
+    prefix_cache_hit_rate: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "output_len"):
@@ -71,6 +74,27 @@ class Service:
                 + ", ".join(map(str, PERCENTILES)),
                 hint="--percentile 90",
             )
+
+        if not 0 <= self.prefix_cache_hit_rate <= 1:  # a NaN fails both
+            raise OptionError(
+                f"prefix_cache_hit_rate is {self.prefix_cache_hit_rate:g}; it is a fraction of "
+                "each prompt, from 0 to 1",
+                hint="--prefix-cache-hit-rate 0.5",
+            )
+
+    def cached_of(self, prompt: int) -> int:
+        """Of a prompt's tokens those that are in the cache; the last one is always computed."""
+        return min(int(self.prefix_cache_hit_rate * prompt), prompt - 1)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of a prompt that are in the cache already."""
+        return self.cached_of(self.prompt_len)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of a prompt that are computed."""
+        return self.prompt_len - self.cached
 
     @property
     def tokens(self) -> int:

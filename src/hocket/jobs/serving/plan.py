@@ -51,6 +51,8 @@ def serve_plan(
     ttft_ms: float | None = None,
     tpot_ms: float | None = None,
     percentile: int | None = None,
+    prefix_cache_hit_rate: float | None = None,
+    trace: str | os.PathLike[str] | None = None,
     weights: str | None = None,
     top: int = 10,
     layout: str | Layout | None = None,
@@ -61,6 +63,7 @@ def serve_plan(
     cache_precision: str | None = None,
     engine: str | None = None,
     gpu_memory_utilization: float = 0.9,
+    expert_imbalance: float | None = None,
 ) -> tuple[ServicePlan, ...]:
     """GPUs for a service: one plan, or one for each hypothesis about a model of unknown size.
 
@@ -69,7 +72,9 @@ def serve_plan(
             `weights`.
         cluster: kinds of GPU, `A100-40,A100-80,H100`, as many as are needed; or GPUs that are
             there, `2x8xH100-SXM` or a TOML file. None: the kinds of `KINDS`.
-        prompt_len ... percentile: of `Service`; None: its default.
+        prompt_len ... prefix_cache_hit_rate: of `Service`; None: its default.
+        trace: a file of requests (`planning.service.trace`), simulated instead of equal requests at
+            random times; it has their lengths and rate.
         weights: `180GB`: a dense model of which only the bytes are known.
         precision: of weights and matrix products. None: bf16, fp16 where a kind of GPU lacks it.
         price_list: as `jobs.plan.plan`.
@@ -77,13 +82,16 @@ def serve_plan(
         pin: `tp=8`, `pp=1`, `dp=2`, `max_num_batched_tokens=2048`.
         engine: whose constants price it. None: a tuned server's.
         gpu_memory_utilization: fraction of GPU memory that the engine may fill.
+        expert_imbalance: tokens of the expert rank that gets most, over the mean. None: 1.5.
 
     Raises:
         HocketError: what the caller can mend: unknown names with the nearest, numbers that cannot
             be, and a service that none of the kinds can give, with the floor and what would do.
     """
     from hocket.catalogue.hardware import with_prices
+    from hocket.planning.problem import EXPERT_IMBALANCE
     from hocket.planning.service.plan import parse_pins
+    from hocket.planning.service.trace import read_trace
 
     asked = {
         "prompt_len": prompt_len,
@@ -92,7 +100,20 @@ def serve_plan(
         "ttft_ms": ttft_ms,
         "tpot_ms": tpot_ms,
         "percentile": percentile,
+        "prefix_cache_hit_rate": prefix_cache_hit_rate,
     }
+    requests = None
+    if trace is not None:
+        for name in ("prompt_len", "output_len", "requests_per_second"):
+            if asked[name] is not None:
+                raise OptionError(
+                    f"--trace has every request's arrival and lengths, and "
+                    f"--{name.replace('_', '-')} {asked[name]:g} is given as well",
+                    hint="one of the two",
+                )
+        requests = read_trace(os.fspath(trace))
+        asked["prompt_len"], asked["output_len"] = requests.prompt_len, requests.output_len
+        asked["requests_per_second"] = requests.rate
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     service = Service(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
@@ -114,7 +135,7 @@ def serve_plan(
         raise OptionError(
             "--layout prices one layout on one kind of GPU", hint=f"--cluster {names[0]}"
         )
-    _known_context(os.fspath(model), service)
+    _known_context(os.fspath(model), service, None if requests is None else requests.longest)
     one = None if layout is None else layout if isinstance(layout, Layout) else Layout.parse(layout)
     return tuple(
         _plan(
@@ -132,6 +153,10 @@ def serve_plan(
                 "cache_precision": cache_precision,
                 "engine": engine,
                 "usable": gpu_memory_utilization,
+                "trace": requests,
+                "expert_imbalance": EXPERT_IMBALANCE
+                if expert_imbalance is None
+                else expert_imbalance,
             },
             small=len(models) > 1,
         )
@@ -187,7 +212,7 @@ def _plan(
         problem = of[first.cluster]
         raise planning.impossible(problem, first, _would_do(problem, pins), pins)
     maps = [kind for kind in kinds if kind.best is not None][: len(kinds) if small else 1]
-    chosen = [] if layout is not None else maps
+    chosen = [] if layout is not None or options["trace"] is not None else maps
     rates = tuple(float(f"{service.requests_per_second * x:.3g}") for x in RATES)
     columns = GOALS[:2] if small else GOALS
     goals = (None,) if service.tpot_ms is None else tuple(service.tpot_ms * x for x in columns)
@@ -211,6 +236,8 @@ def _plan(
         heads=shape.heads,
         layers=len(shape.layers),
         experts=shape.experts,
+        request_tokens=first_problem.longest,
+        trace_requests=0 if options["trace"] is None else len(options["trace"]),
         claim=claim,
         source=source,
         need=tuple(
@@ -287,11 +314,18 @@ def _no_cores(why: str) -> OptionError:
     return OptionError(f"services are planned for GPUs; {why}", hint="--cluster A100-40,H100")
 
 
-def _known_context(model: str, service: Service) -> None:
-    """Raises OptionError where a request is longer than the model's positions."""
+def _known_context(model: str, service: Service, longest: int | None) -> None:
+    """Raises OptionError where a request is longer than the model's positions; `longest`: tokens of
+    the longest request of a trace."""
     from hocket.jobs.plan import _positions
 
     positions = _positions(model)
+    if positions is not None and longest is not None and longest > positions:
+        raise OptionError(
+            f"the longest request of the trace has {longest:,} tokens; {model} is made for "
+            f"{positions:,} positions",
+            hint="a trace without it, or a model made for more positions",
+        )
     if positions is not None and service.tokens > positions:
         rest = positions - service.output_len
         raise OptionError(

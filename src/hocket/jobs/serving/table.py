@@ -25,12 +25,6 @@ HOCKET = "hocket"
 RUN_HERE = ("bf16", "fp32")
 """Precisions that hocket serves in."""
 
-ELSEWHERE = (
-    "hocket serve divides no experts over data ranks (ep); --emit vllm or sglang prints the "
-    "command of a server that does."
-)
-"""The same of one that hocket does not run."""
-
 
 def text(plans: Sequence[ServicePlan]) -> str:
     """The answers as text."""
@@ -101,7 +95,7 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         if words is None:
             raise OptionError(
                 f"{plan.model}: hocket serve runs no such deployment: it takes bf16 or fp32 on one "
-                "node, without experts over data ranks",
+                "node",
                 hint="--emit vllm",
             )
         return shlex.join(["hocket", *words]) + "\n"
@@ -124,7 +118,7 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         ep=best.layout.ep,
         gpu=best.gpu,
         gpus_per_node=kind.gpus_per_node,
-        tokens=plan.service.tokens,
+        tokens=plan.request_tokens,
         max_sequences=best.max_sequences,
         max_num_batched_tokens=best.max_num_batched_tokens,
         usable=plan.usable,
@@ -141,7 +135,7 @@ def emitted(plan: ServicePlan, tool: str) -> str:
 def command(plans: Sequence[ServicePlan]) -> list[str] | None:
     """The words of `hocket serve` for the best deployment; None where hocket does not run it."""
     best = plans[0].best if len(plans) == 1 else None
-    if best is None or plans[0].claim or best.layout.ep > 1 or best.num_nodes > 1:
+    if best is None or plans[0].claim or best.num_nodes > 1:
         return None
     model = plans[0].model
     entry = catalogue_entry(model)
@@ -150,7 +144,7 @@ def command(plans: Sequence[ServicePlan]) -> list[str] | None:
         return None
     return [
         "serve", served, "--layout", best.layout.axes_text(), "--dtype", plans[0].precision,
-        "--max-model-len", str(plans[0].service.tokens), "--max-num-seqs", str(best.max_sequences),
+        "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.max_sequences),
         "--max-num-batched-tokens", str(best.max_num_batched_tokens),
     ]  # fmt: skip
 
@@ -178,7 +172,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
     yield f"{plan.model}, {plan.precision}: {_model(plan)}"
     if plan.claim:
         yield f"Assumed: {plan.claim}."
-    yield _asked(plan.service)
+    yield _asked(plan.service, plan.trace_requests)
     yield ""
     answered = [kind for kind in plan.kinds if kind.best is not None]
     if len(plan.kinds) > 1:
@@ -208,7 +202,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         yield _percentiles(plan.best)
         yield from _unsure(plan.best, plan.service)
     yield from _legend(plan)
-    yield ELSEWHERE if plan.best is not None and plan.best.layout.ep > 1 else HERE
+    yield HERE
     for need in plan.need:
         yield ""
         yield from _need(need, plan.service)
@@ -305,7 +299,16 @@ def _percentiles(one: ServiceForecast) -> str:
         f"{name} {' / '.join(format_seconds(x) for x in (values.p50, values.p90, values.p99))}"
         for name, values in (("TTFT", one.ttft), ("TPOT", one.tpot), ("answer", one.end_to_end))
     )
-    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {told}."
+    rates = one.request_tokens_per_second
+    speed = (
+        ""
+        if rates is None
+        else (
+            f"; tokens/s of an answer, reached by as many: {rates.p50:.3g} / {rates.p90:.3g} / "
+            f"{rates.p99:.3g}"
+        )
+    )
+    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {told}{speed}."
 
 
 def _holds(kind: KindAnswer) -> str:
@@ -398,16 +401,21 @@ def _hypothesis(plan: ServicePlan) -> Iterator[str]:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _asked(service: Service) -> str:
+def _asked(service: Service, trace: int = 0) -> str:
     goals = [
         f"{name} {goal:g} ms"
         for name, goal in (("TTFT", service.ttft_ms), ("TPOT", service.tpot_ms))
         if goal is not None
     ]
     within = f"; {service.percentile}% of them within {' and '.join(goals)}" if goals else ""
+    cached = service.prefix_cache_hit_rate
+    known = f" ({cached:.0%} of them in the cache)" if cached else ""
+    mean = " on average" if trace else ""
+    rate = f"{service.requests_per_second:{'.3g' if trace else 'g'}}"
+    first = f"{trace:,} requests of a trace, " if trace else ""
     return (
-        f"{service.requests_per_second:g} requests/s of {service.prompt_len:,} tokens, answers of "
-        f"{service.output_len:,}{within}"
+        f"{first}{rate} requests/s of {service.prompt_len:,} tokens"
+        f"{known}, answers of {service.output_len:,}{mean}{within}"
     )
 
 
@@ -421,7 +429,12 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
     best = plan.best
     at = plan.service.percentile
     yield (
-        f"TTFT and TPOT are the {at}th percentile of requests simulated as a Poisson stream."
+        f"TTFT and TPOT are the {at}th percentile of "
+        + (
+            "the trace's requests."
+            if plan.trace_requests
+            else "requests simulated as a Poisson stream."
+        )
         + (
             " Ranges: the 10th to the 90th percentile of measured over predicted."
             if best is not None and best.tpot_range is not None

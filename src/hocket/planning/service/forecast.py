@@ -27,6 +27,9 @@ class ServiceForecast:
             a replica holds at once.
         batch: sequences that decode together on a replica, mean; `batch_peak`: at most.
         ttft, tpot, end_to_end: seconds, percentiles over the requests; None where saturated.
+        queue: of `ttft`, the wait until the prompt is begun.
+        request_tokens_per_second: tokens of an answer over its `end_to_end`: what so many percent
+            of the requests reach or exceed.
         ttft_range, tpot_range: of the percentile that the goals are set for, between its 10th and
             90th percentile by the residuals of the validation; None where there are none.
         prefill_seconds: of a prompt alone. decode_seconds: of a token alone.
@@ -54,6 +57,8 @@ class ServiceForecast:
     ttft: Percentiles | None
     tpot: Percentiles | None
     end_to_end: Percentiles | None
+    queue: Percentiles | None
+    request_tokens_per_second: Percentiles | None
     ttft_range: Range | None
     tpot_range: Range | None
     prefill_seconds: float
@@ -110,6 +115,8 @@ def forecast(
     hourly = None if price is None else price * gpus
     full = most * replicas * service.output_len
     output = min(service.output_tokens_per_second, full)  # no more than it can give
+    if problem.trace is not None and latencies is not None:
+        output = latencies.output_tokens_per_second
 
     def per_million(rate: float) -> float | None:
         return None if hourly is None else hourly / 3600 / rate * MILLION
@@ -129,6 +136,10 @@ def forecast(
         ttft=None if latencies is None else latencies.ttft,
         tpot=None if latencies is None else latencies.tpot,
         end_to_end=None if latencies is None else latencies.end_to_end,
+        queue=None if latencies is None else latencies.queue,
+        request_tokens_per_second=None
+        if latencies is None
+        else latencies.request_tokens_per_second,
         ttft_range=None if latencies is None else between("ttft", latencies.ttft.at(at)),
         tpot_range=None if latencies is None else between("tpot", latencies.tpot.at(at)),
         prefill_seconds=prefill_alone(problem, tp, pp, chunk),
@@ -174,7 +185,7 @@ def misses(problem: ServiceProblem, latencies: Latencies) -> tuple[str, ...]:
 def prefill_alone(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> float:
     """Seconds to the first token of a prompt that meets an idle replica."""
     table = problem.table(tp, pp, chunk)
-    left, seen = problem.service.prompt_len, 0
+    left, seen = problem.service.prefilled, problem.service.cached
     total = problem.begin_seconds(tp, pp, chunk)
     while left:
         take = min(left, chunk * problem.ep * table.stages)

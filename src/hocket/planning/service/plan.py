@@ -80,6 +80,8 @@ class ServicePlan:
         usable: share of a GPU's memory.
         parameters, weight_bytes, cache_bytes_per_token, heads, layers, experts: of the model; 0
             experts where it is dense.
+        request_tokens: of the longest request, prompt and answer.
+        trace_requests: of the trace that was simulated; 0: equal requests at random times.
         kinds: an answer for each kind of GPU, cheapest first, those without an answer last.
         need: GPUs over load and latency, one map for each kind that has an answer.
         memory_map: GPUs over concurrent requests and context: kind to rows; see `concurrent` and
@@ -100,6 +102,8 @@ class ServicePlan:
     heads: int
     layers: int
     experts: int = 0
+    request_tokens: int = 0
+    trace_requests: int = 0
     claim: str = ""
     source: str = ""
     need: tuple[NeedMap, ...] = ()

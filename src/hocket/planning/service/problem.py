@@ -16,7 +16,8 @@ from hocket.catalogue.curves import curves_of
 from hocket.cost import serving_constants
 from hocket.cost.serving import CACHE_BYTES, WEIGHT_BYTES, ServingPrices, serving_prices
 from hocket.planning.layouts import tensor_degrees
-from hocket.planning.problem import check_size
+from hocket.planning.problem import EXPERT_IMBALANCE, check_imbalance, check_size
+from hocket.planning.service.trace import RequestTrace
 from hocket.simulation.traffic import RoundTable
 from hocket.spec.cluster import Cluster, Gpu
 from hocket.spec.errors import OptionError, unknown
@@ -46,6 +47,9 @@ class ServiceProblem:
             with 8-bit weights, else 16.
         engine: whose constants price it; None: the default.
         usable: share of a GPU's memory that the engine may fill.
+        trace: requests as they came, instead of equal ones that arrive at random; `service` has
+            their means.
+        expert_imbalance: tokens of the expert rank that gets most, over the mean.
         ep: data ranks of one replica: attention divides its sequences among them, and each holds a
             share of the experts (DeepSeek-AI 2024, section 3.4). 1: replicas of tp and pp alone.
     """
@@ -60,9 +64,12 @@ class ServiceProblem:
     usable: float = 0.9
     ep: int = 1
     cp: int = 1
+    trace: RequestTrace | None = None
+    expert_imbalance: float = EXPERT_IMBALANCE
 
     def __post_init__(self) -> None:
         check_size(self.cluster)
+        check_imbalance(self.expert_imbalance)
         if not (math.isfinite(self.usable) and 0 < self.usable <= 1):
             raise OptionError(
                 f"usable is {self.usable:g}; it is a fraction of a GPU's memory, at most 1",
@@ -93,6 +100,16 @@ class ServiceProblem:
     def memory(self) -> float:
         """Bytes of a GPU that the engine may fill."""
         return self.usable * self.gpu.usable
+
+    @functools.cached_property
+    def requests(self) -> RequestTrace | None:
+        """The trace at the rate and lengths of the service."""
+        return None if self.trace is None else self.trace.under(self.service)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return self.service.tokens if self.requests is None else self.requests.longest
 
     @property
     def cached_in(self) -> str:
@@ -205,6 +222,7 @@ class ServiceProblem:
                 cache_precision=self.cached_in,
                 engine=self.engine,
                 max_num_batched_tokens=chunk,
+                expert_imbalance=self.expert_imbalance,
                 curves=self._curves,  # type: ignore[arg-type]
             )
         return self._known[key]
@@ -219,7 +237,8 @@ class ServiceProblem:
 
         def count() -> int:
             prices = self.prices(tp, pp, chunk)
-            fit = self.cached_tokens(tp, pp, chunk) // self.service.tokens
+            room = self.cached_tokens(tp, pp, chunk)
+            fit = room // self.service.tokens if room >= self.longest else 0
             return int(max(0, min(fit, chunk * self.ep * prices.stages)))
 
         return self.remembered(("sequences", tp, pp, chunk), count)
@@ -231,7 +250,7 @@ class ServiceProblem:
             lambda: RoundTable(
                 self.prices(tp, pp, chunk),
                 chunk=chunk * self.ep,
-                longest=self.service.tokens,
+                longest=self.longest,
                 most=self.sequences(tp, pp, chunk),
             ),
         )
@@ -245,8 +264,8 @@ class ServiceProblem:
         kept = self.bounded if bounded is None else bounded
         other = dataclasses.replace(self, service=service, bounded=kept)
         other.__dict__["_known"] = self._known
-        same = (self.service.prompt_len, self.service.output_len)
-        if same == (service.prompt_len, service.output_len):
+        names = ("prompt_len", "output_len", "prefix_cache_hit_rate")
+        if all(getattr(self.service, name) == getattr(service, name) for name in names):
             other.__dict__["_memory"] = self._memory
         return other
 

@@ -21,10 +21,14 @@ from hocket.planning.service.forecast import (
     prefill_alone,
 )
 from hocket.planning.service.problem import CHUNKS, ServiceProblem, usual_chunk
+from hocket.planning.service.trace import RequestTrace
 from hocket.simulation.traffic import (
     Latencies,
     LatencyLimits,
+    RequestTimes,
     RoundTable,
+    latencies_of,
+    play_requests,
     poisson,
     simulate_requests,
 )
@@ -116,7 +120,7 @@ def _steady(
     table = problem.table(tp, pp, chunk)
     slots = problem.sequences(tp, pp, chunk)
     budget = chunk * problem.ep * table.stages
-    share = service.prompt_len / service.output_len
+    share = service.prefilled / service.output_len
     found = []
     for b in sorted({min(int(b), slots) for b in table.batches if b >= 1}):
         tokens = min(b * share, budget - b)
@@ -128,7 +132,7 @@ def _steady(
         bunched = share_read * _round(table, service, budget - b, b)
         bunched += (1 - share_read) * _round(table, service, 0, b)
         seconds = min(spread, bunched)
-        rate = min(b / service.output_len, tokens / service.prompt_len) / seconds
+        rate = min(b / service.output_len, tokens / service.prefilled) / seconds
         found.append((seconds, rate))
     return found, prefill_alone(problem, tp, pp, chunk), _round(table, service, 0, 1)
 
@@ -136,7 +140,7 @@ def _steady(
 def _round(table: RoundTable, service: Service, tokens: float, batch: int) -> float:
     """Seconds of a round at the mean contexts of a steady state."""
     low, slope, each = table.terms(tokens, batch)
-    return low + slope * (service.context - 1) + each * service.prompt_len / 2
+    return low + slope * (service.context - 1) + each * (service.cached + service.prefilled / 2)
 
 
 def quick_enough(problem: ServiceProblem, one: Candidate) -> bool:
@@ -158,6 +162,8 @@ def least_replicas(problem: ServiceProblem, one: Candidate) -> int:
     rate = min(one.good, MOST_LOADED * one.most)
     if rate <= 0:
         return most_replicas(problem, one) + 1
+    if problem.trace is not None:  # its bursts and its end are not a steady state
+        rate *= 2
     return max(1, math.ceil(problem.service.requests_per_second / rate - 1e-9))
 
 
@@ -190,6 +196,8 @@ def played(
     """
     problem = problem.grouped(one.ep)
     service = problem.service
+    if problem.requests is not None:
+        return _played_trace(problem, problem.requests, one, replicas, hasty=hasty)
     rate = service.requests_per_second / replicas
     if rate >= MOST_LOADED * one.most:
         return None
@@ -204,6 +212,7 @@ def played(
         arrivals,
         prompt=service.prompt_len,
         output=service.output_len,
+        cached=service.cached,
         capacity=problem.cached_tokens(one.tp, one.pp, one.chunk),
         most=problem.sequences(one.tp, one.pp, one.chunk),
         warm_up=full,
@@ -211,6 +220,33 @@ def played(
         limits=_limits(service, counted, begin) if hasty else None,
     )
     return None if found is None else found.later(begin)
+
+
+def _played_trace(
+    problem: ServiceProblem, trace: RequestTrace, one: Candidate, replicas: int, *, hasty: bool
+) -> Latencies | None:
+    """Latencies of all requests of a trace, dealt to the replicas in turn; of one that comes faster
+    than it can be answered too, since it ends."""
+    service = problem.service
+    begin = problem.begin_seconds(one.tp, one.pp, one.chunk)
+    prices = problem.prices(one.tp, one.pp, one.chunk)
+    parts: list[RequestTimes] = []
+    for replica in range(min(replicas, len(trace))):
+        prompts = trace.prompts[replica::replicas]
+        times = play_requests(
+            problem.table(one.tp, one.pp, one.chunk),
+            list(trace.arrivals[replica::replicas]),
+            prompt=prompts,
+            output=trace.outputs[replica::replicas],
+            cached=[service.cached_of(tokens) for tokens in prompts],
+            capacity=problem.cached_tokens(one.tp, one.pp, one.chunk),
+            most=one.chunk * problem.ep * prices.stages,
+            limits=_limits(service, len(trace), begin) if hasty else None,
+        )
+        if times is None:
+            return None
+        parts.append(times)
+    return latencies_of(parts).later(begin)
 
 
 def _limits(service: Service, counted: int, begin: float) -> LatencyLimits:
@@ -263,8 +299,8 @@ def deploy(
     def good(count: int) -> bool:
         if count not in known:
             known[count] = played(problem, one, count, counted=counted, hasty=True)
-        latencies = known[count]
-        return latencies is not None and not misses(problem, latencies)
+        found = known[count]
+        return found is not None and not misses(problem, found)
 
     low, count = least - 1, least  # low fails
     tries = 0
@@ -283,9 +319,9 @@ def deploy(
             count = middle
         else:
             low = middle
-    latencies = known[count]
-    assert latencies is not None
-    return Deployed(one, count, latencies)
+    found = known[count]
+    assert found is not None
+    return Deployed(one, count, found)
 
 
 def search(
