@@ -46,5 +46,6 @@ def test_what_hocket_models_prints_is_of_the_same_rows() -> None:
     rows = writer.read([writer.ROWS]), writer.read([writer.SERVED_ROWS])
     assert writer.SUMMARY.read_text() == writer.summary(*rows)
     assert families()["llama"].trains == ("dp", "pp", "tp", "cp", "zero", "sequence")
-    assert families()["mamba"].serves == ()
-    assert "recurrent" in families()["mamba"].why_served
+    assert families()["mamba"].serves == ("dp", "pp")
+    assert families()["rwkv"].serves == ()
+    assert "recurrent" in families()["rwkv"].why_served
