@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hocket.doctor.table import CHECKS, by_id, select
 from hocket.spec.doctor import CANNOT, FAIL, GROUPS, PASS
 from hocket.spec.errors import OptionError
 
+ROOT = Path(__file__).parents[2]
 NONE = PresentGpus((), "no NVIDIA GPU is visible", True, {"gpus": 0}, {})
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -47,7 +49,7 @@ def test_the_command_of_a_check_selects_it_alone(check: GpuCheck) -> None:
 
 def test_one_gpu_takes_at_most_ten_minutes() -> None:
     assert sum(check.seconds for check in CHECKS if check.gpus <= 1) <= 600
-    assert sum(check.seconds for check in CHECKS if check.gpus <= 8) <= 1800
+    assert sum(check.seconds for check in CHECKS if check.gpus <= 8) <= 2400
 
 
 @pytest.mark.torch
@@ -295,3 +297,15 @@ def test_the_planners_predict_for_a_gpu_of_the_catalogue(name: str) -> None:
     work = sum(2 * 4096 * k * n for k, n in shapes)
     least = work / place.peak_flops()
     assert least < prediction.predicted_matmuls(place, 4096, shapes) < 3 * least
+
+
+def test_the_page_of_gpu_paths_names_checks_and_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "reference" / "gpu-paths.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    files = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)+\.py)`", page))
+    assert files
+    assert [file for file in sorted(files) if not (ROOT / "tests" / file).exists()] == []
+    ids = {check.id for check in CHECKS}
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9]+(?:-[a-z0-9_]+)+)`", row)}
+    assert named
+    assert sorted(named - ids) == []

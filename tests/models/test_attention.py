@@ -311,6 +311,14 @@ def test_rows_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
         model, dtype=torch.bfloat16, device=torch.device("cpu"), seq_len=24, packed=False
     )[1]
     assert (full["kernel"], full["reason"]) == ("math", "chosen by PyTorch")
+    over_context = kernel_rows(
+        model, dtype=torch.bfloat16, device=torch.device("cpu"), seq_len=24, packed=False,
+        context=True,
+    )  # fmt: skip
+    assert [(row["kernel"], row["reason"]) for row in over_context] == [
+        ("tiles", "over context ranks: a window of 5"),
+        ("flash", "causal parts over context ranks, merged"),
+    ]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

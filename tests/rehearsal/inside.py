@@ -116,11 +116,19 @@ READS = (
 )  # fmt: skip
 
 
-def host_reads() -> dict[str, list[list[Any]]]:
-    """Function to its host reads (what, file, line within the function, count)."""
+def host_reads(inference: bool) -> dict[str, list[list[Any]]]:
+    """Function to its host reads (what, file, line within the function, count).
+
+    Args:
+        inference: in inference mode, in which composed operations come as they are.
+    """
     found = {}
     for function in READS:
-        with executing(H100, 0, 1) as execution, execution.fake():
+        with (
+            executing(H100, 0, 1) as execution,
+            execution.fake(),
+            torch.inference_mode(inference),
+        ):
             x = torch.ones(4, 4, device=CUDA)
             execution.launches.counting = True
             function(x)

@@ -47,8 +47,9 @@ def test_a_world_leaves_torch_as_it_was(inside: Inside) -> None:
     assert inside("rejoined") == ["2", "False", "True"]
 
 
-def test_host_reads_are_found_with_their_line(inside: Inside) -> None:
-    found = inside("host_reads")
+@pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
+def test_host_reads_are_found_with_their_line(inside: Inside, inference: bool) -> None:
+    found = inside("host_reads", inference=inference)
     expected = {
         "_reads_item": "item",
         "_reads_bool": "item",

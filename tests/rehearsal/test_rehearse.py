@@ -146,10 +146,32 @@ def test_context_parallel_layouts_complete_and_read_nothing(
         assert bool(ring) == (more.get("context_parallel") != "ulysses")
         assert -1 not in batches
         assert set(batches.values()) <= {2}
+        assert set(executed.attention) == {"flash"}, executed.attention
     assert found.report.ends
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
     assert found.report.host_reads == []
     _memory_is_predicted(found)
+
+
+def test_attention_over_context_ranks_is_that_of_a_run_report(workers: RehearsalWorkers) -> None:
+    """What a rehearsal counts by layer is what `attention.json` of a run would name."""
+    import torch
+
+    from hocket.models.attention_layers import kernel_rows
+    from hocket.models.skeleton import build
+
+    found = rehearse(of("cp2", model="tiny-gemma3", context_parallel="ring"), workers=workers)
+    (executed, *_) = found.executed.values()
+    job = found.job.spec
+    rows = kernel_rows(
+        build(dict(job.config), dtype=torch.bfloat16), dtype=torch.bfloat16,
+        device=torch.device("meta"), seq_len=job.workload.seq_len, packed=False, context=True,
+    )  # fmt: skip
+    expected = {"flash": 0, "tiles": 0}
+    for row in rows:
+        expected[row["kernel"]] += 2 * row["layers"]  # parts of two ranks
+    assert executed.attention == expected
+    assert all(expected.values()), "layers of both kinds"
 
 
 def _memory_is_predicted(found: Rehearsed) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.models.experts import skip_absent
 from hocket.models.plans.experts import expert_plan
 from hocket.models.skeleton import build
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.expert_parallel import apply_expert_parallel
+from hocket.runtime.expert_parallel import apply_expert_parallel, gather_experts
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
@@ -57,9 +58,15 @@ def tokens_of(rank: int, routing: str, experts: int) -> tuple[Tensor, Tensor, Te
     return hidden, index, weights, torch.randn(count, WIDTH, generator=generator)
 
 
-def experts(context: Any, layout: str, family: str, routing: str) -> dict[str, float]:
+def experts(
+    context: Any, layout: str, family: str, routing: str, gathered: bool
+) -> dict[str, float]:
     """The largest relative difference from one process of: output, and gradients of tokens,
-    routing weights and parameters."""
+    routing weights and parameters; and of the output without gradients.
+
+    Args:
+        gathered: tokens are gathered over the experts' ranks, not dispatched to them.
+    """
     where = Layout.parse(layout)
     mesh = Mesh(where, context.rank)
     whole, holder = block(family), block(family)
@@ -78,6 +85,11 @@ def experts(context: Any, layout: str, family: str, routing: str) -> dict[str, f
         holder, plan, placements,
         experts=mesh.axis("expert"), tokens=alike, recorder=mesh.recorder,
     )  # fmt: skip
+    if gathered:
+        holder.experts.config._experts_implementation = "grouped_mm"
+        counts, why = gather_experts(holder, skip_absent)
+        assert counts is not None, why
+        counts.rows = max(len(part[0]) for part in given)
     me = mesh.axis("dp").index
     own, chosen, own_weights, own_gradient = given[me]
     own.requires_grad_(), own_weights.requires_grad_()
@@ -102,6 +114,8 @@ def experts(context: Any, layout: str, family: str, routing: str) -> dict[str, f
         assert len(total) == count // where.ep
         found[name] = _gap(total, reference[box.in_global], float(reference.abs().max()))
     found["rows"] = float(holder.experts.load.sum())
+    with torch.no_grad():
+        found["served"] = _gap(holder.experts(own, chosen, own_weights), wanted[mine])
     return found
 
 

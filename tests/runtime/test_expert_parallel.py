@@ -14,6 +14,7 @@ ROUTINGS = ("spread", "one", "empty")
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("gathered", [False, True], ids=["dispatched", "gathered"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("layout", "family"),
@@ -23,15 +24,17 @@ ROUTINGS = ("spread", "one", "empty")
         ("dp4.ep2", "deepseek_v3"),
         ("dp2.tp2.ep4.etp1", "granitemoe"),
         ("tp2.etp1", "mixtral"),
+        ("tp2.ep2.etp1", "mixtral"),
     ],
 )
 def test_each_token_reaches_its_experts_and_comes_back(
-    ranks, layout: str, family: str, routing: str
+    ranks, layout: str, family: str, routing: str, gathered: bool
 ) -> None:
     size = 4 if "dp4" in layout or "dp2.tp2" in layout else 2
     found = ranks.run(
-        "tests.runtime.expert_cases:experts", size, layout=layout, family=family, routing=routing
-    )
+        "tests.runtime.expert_cases:experts", size,
+        layout=layout, family=family, routing=routing, gathered=gathered,
+    )  # fmt: skip
     rows = [row.pop("rows") for row in found]
     for rank, row in enumerate(found):
         assert max(row.values()) < 2e-6, (rank, row)

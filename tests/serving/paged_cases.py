@@ -101,3 +101,97 @@ def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> lis
             raise RuntimeError(f"{family} {text}:\n{traceback.format_exc()}") from None
         found.append([family, text, worst, heads, own])
     return found
+
+
+def experts_on_device(context: Any, folder: str, text: str, captured: bool) -> dict[str, Any]:
+    """Two data ranks, of which one has fewer rows and is idle at the end, on the path of a GPU:
+    the worst difference of this rank's logits from the whole model's, as a share of the largest;
+    the sizes that are captured, and the steps that were replayed.
+
+    Args:
+        captured: decode steps are captured, by a stand-in that runs them again.
+    """
+    import torch
+
+    from hocket.doctor.paged import _difference
+    from hocket.runtime.mesh import Mesh
+    from hocket.serving.engine import attention, graphs
+    from hocket.serving.engine.runner import StageRunner
+    from hocket.serving.engine.vocabulary import Vocabulary
+    from hocket.serving.scheduling.step import StepPlan
+    from hocket.training.build import build_model
+    from tests.serving.test_paged import by_reference
+
+    spec = RunSpec(
+        model="mixtral", config=SERVED["mixtral"], layout=Layout.parse(text),
+        options=TrainOptions(dropout=0.0, attention=attention.NAME), weights=folder,
+        workload=Workload(dtype="fp32"), command="serve",
+    )  # fmt: skip
+    mesh = Mesh(spec.layout, context.rank)
+    _, skeleton, _, parallel = build_model(spec, mesh, None)
+    (stage,) = parallel.stages
+    graphs.DecodeGraphs._captured = _again if captured else _never  # type: ignore[method-assign]
+    runner = StageRunner(
+        stage, mesh, skeleton.config, block_size=4, max_num_seqs=4, max_num_batched_tokens=64,
+        max_model_len=64, chooser=by_reference, graphs=_Nothing(),
+    )  # fmt: skip
+    runner.allocate(64)
+    ranks = spec.layout.dp
+    every = [
+        ToyScheduler(prompts, block_size=4, num_blocks=64, seed=number, chunks=(1, 1, 5))
+        for number, prompts in enumerate((PROMPTS, PROMPTS[1:2])[:ranks])
+    ]
+    me = mesh.axis("dp").index
+    plain = whole_model("mixtral")
+    with torch.no_grad():
+        wanted = [plain(torch.tensor([tokens])).logits[0] for tokens in every[me].sequences]
+    part = Vocabulary.of(stage, mesh)
+    if part.sizes:
+        width = part.sizes[mesh.axis("tp").index]
+        wanted = [row[:, part.start : part.start + width] for row in wanted]
+    worst, number = 0.0, 0
+    while any(plans := [scheduler.plan() for scheduler in every]):
+        step = [plan or StepPlan(number, [], [0]) for plan in plans]
+        mine = step[me]
+        if ranks > 1:
+            mine.widest = max(len(plan.tokens) for plan in step)
+            mine.decoding = all(row.count == 1 for plan in step for row in plan.rows)
+        logits = runner.run(mine)
+        rows = [row for row in mine.rows if row.num_logits]
+        assert len(logits) == len(rows)
+        for row, found in zip(rows, logits, strict=True):
+            worst = max(worst, _difference(wanted[row.slot][row.start + row.count - 1], found))
+        number += 1
+    assert runner.graphs is not None
+    scale = max(float(row.abs().max()) for row in wanted)
+    return {"worst": worst / scale, "replays": runner.graphs.replays, **runner.graphs_json()}
+
+
+class _Nothing:
+    """A device of graphs whose captures are stood for."""
+
+    def begin(self) -> None:
+        return None
+
+    def failed(self) -> None:
+        return None
+
+
+def _never(self: Any, rows: int) -> Any:
+    raise RuntimeError("not here")
+
+
+def _again(self: Any, rows: int) -> Any:
+    """A captured step that is replayed by running it, from the addresses of the capture."""
+    from hocket.serving.engine.device_step import HostStep
+    from hocket.serving.engine.graphs import _Graph
+
+    step = HostStep.padding(rows, self.tables.max_num_seqs, self.tables.spare_place)
+    self.tables.copied(step, ([], []))
+    output = self._step(rows, step)
+
+    class Replay:
+        def replay(_self) -> None:
+            output.copy_(self._step(rows, step))
+
+    return _Graph(Replay(), output)

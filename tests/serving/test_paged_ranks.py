@@ -80,3 +80,25 @@ def test_weights_in_bfloat16_are_all_that_is_rounded(ranks: RankPool, tmp_path: 
             told = [result[number][2] for result in results if result[number][2] is not None]
             assert len(told) == Layout.parse(layout).tp
             assert max(told) < 1e-5, (family, layout, told)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("layout", ["dp2.ep2", "tp2.ep2.etp1"])
+def test_experts_over_ranks_read_nothing_and_answer_as_the_whole_model(
+    ranks: RankPool, tmp_path: Path, layout: str, captured: bool
+) -> None:
+    """Data ranks with different numbers of tokens, and idle ones, run collectives of one size, and
+    replay one graph."""
+    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
+    whole_model("mixtral").save_pretrained(tmp_path)
+    found = ranks.run(
+        "tests.serving.paged_cases:experts_on_device", 2,
+        folder=str(tmp_path), text=layout, captured=captured,
+    )  # fmt: skip
+    assert max(row["worst"] for row in found) < 2e-5, found
+    assert found[0]["replays"] == found[1]["replays"]
+    if captured:
+        assert found[0]["sizes"] == found[1]["sizes"] == [1, 2, 4]
+        assert found[0]["replays"] > 0
+    else:
+        assert "not here" in found[0]["reason"]

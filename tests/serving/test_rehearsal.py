@@ -95,6 +95,30 @@ def test_what_reads_the_device_is_named_and_not_captured() -> None:
         assert found.host_reads() == []
 
 
+@pytest.mark.parametrize("layout", ["dp2.ep2", "tp2.ep2.etp1", "dp2.pp2.ep2"])
+def test_experts_over_ranks_read_nothing_and_are_captured(layout: str) -> None:
+    """Where a data rank is idle, too."""
+    found = job.rehearse(replica("mixtral", layout))
+    assert found.host_reads() == []
+    assert found.ends
+    assert found.fits
+    for one in found.ranks.values():
+        assert one["graphs"]["reason"] == ""
+        assert one["graphs"]["sizes"] == [1, 2, 4, 8]
+        assert one["graphs"]["collectives"] > 0
+        assert ("uneven" in one["steps"]) == layout.startswith("dp2")
+        assert one["largest"] == {"tokens": 64, "host_reads": 0}
+
+
+def test_a_long_prompt_is_dispatched_with_one_read_a_layer() -> None:
+    found = job.rehearse(replica("mixtral", "dp2.ep2", max_num_batched_tokens=8192))
+    assert found.host_reads() == []
+    layers = SERVED["mixtral"]["num_hidden_layers"]
+    for one in found.ranks.values():
+        assert one["largest"] == {"tokens": 8192, "host_reads": layers}
+    assert f"8,192 tokens, {layers} host reads" in found.text()
+
+
 def test_the_largest_step_of_experts_is_predicted() -> None:
     """Their tokens are copied for each expert, and their outputs are weighted in fp32."""
     found = job.rehearse(replica("mixtral", "tp2", max_num_batched_tokens=1024))

@@ -66,7 +66,11 @@ def plans(draw: st.DrawFn) -> StepPlan:
         for _ in range(draw(st.integers(0, 2)))
     ]
     number = draw(st.integers(0, 2**64 - 1))
-    return StepPlan(number, rows, tokens, admitted, draw(st.lists(SMALL, max_size=3)))
+    widest = draw(st.sampled_from([0, len(tokens), len(tokens) + 7]))
+    return StepPlan(
+        number, rows, tokens, admitted, draw(st.lists(SMALL, max_size=3)), widest=widest,
+        decoding=draw(st.booleans()),
+    )  # fmt: skip
 
 
 def entries() -> st.SearchStrategy[TokenLogprobs]:
@@ -162,6 +166,7 @@ def test_huge_counts_are_refused_before_anything_is_made(place: int) -> None:
         (StepPlan(0, [BatchRow(-1, 0, 1, LAST)], [5]), "a slot is negative"),
         (StepPlan(0, [BatchRow(0, 0, 1, 3)], [5]), "logits are of no kind"),
         (StepPlan(0, [BatchRow(0, 0, 0, LAST)], []), "a row adds no token"),
+        (StepPlan(0, [BatchRow(0, 0, 2, LAST)], [5, 6], widest=1), "2 tokens, the widest 1"),
         (StepPlan(0, [BatchRow(0, 0, 1, LAST, [-4])], [5]), "an id is negative"),
     ],
 )

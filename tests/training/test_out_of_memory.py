@@ -108,6 +108,26 @@ def test_a_step_that_runs_out_names_its_tensors(ranks_of_one) -> None:
     assert explained.hint is not None
 
 
+def test_on_cuda_the_allocators_snapshot_is_written(ranks_of_one, monkeypatch, tmp_path) -> None:
+    """And what cannot be written hides no report."""
+    job, written = ranks_of_one, []
+    monkeypatch.setattr(job.mesh, "device", torch.device("cuda", 0))
+    stats = {"allocated_bytes.all.current": 3 << 30, "reserved_bytes.all.current": 5 << 30}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
+    error = torch.OutOfMemoryError(CUDA)
+    text = oom.explain(error, job, tmp_path).message
+    assert written == [str(tmp_path / "memory-rank-0.pickle")]
+    assert "3.22 GB allocated, 5.37 GB reserved (2.15 GB of it idle)" in text
+
+    def full(path: str) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    assert oom.explain(error, job, tmp_path).message == text
+
+
 @pytest.fixture
 def ranks_of_one(tmp_path):
     """A job of one rank in this process."""

@@ -37,7 +37,7 @@ class Doctor:
             faults, prediction, multi-gpu.
         out: folder of the two files (default with --gpu and all checks: hocket-doctor).
         minutes: time limit on GPUs; checks beyond it are reported as cannot (default: 10 on one
-            GPU, 30 on several).
+            GPU, 40 on several).
         list: list the checks, with the seconds that each takes on a GPU.
         json: print the report card as one JSON object.
     """

@@ -64,16 +64,17 @@ def step(
     return _told(place, [found])
 
 
-def layout(place: Place, *, layout: str) -> CheckOutcome:
+def layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
     """A training step of every rank of a layout (equal ranks once), and whether it ends under
     NCCL's rules."""
     from hocket.doctor.model import spec
-    from hocket.doctor.multi_gpu import DEEP, asked
-    from hocket.spec.layout import Layout
+    from hocket.doctor.multi_gpu import asked, model_of
 
-    large = Layout.parse(layout).world_size > 4
     rows = asked("", layout, "")["global_batch"]
-    job = spec(DEEP if large else BASE, layout=layout, dtype="bf16", rows=rows, device="cuda")
+    job = spec(
+        model_of(layout), layout=layout, dtype="bf16", rows=rows, device="cuda",
+        context_parallel=attention,
+    )  # fmt: skip
     return _told(place, _played(place, job))
 
 

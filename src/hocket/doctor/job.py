@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FOLDER = "hocket-doctor"
 """Where a whole report card is written, unless --out names another folder."""
 NAME = "report-card"
-ONE_GPU, SEVERAL = 10.0, 30.0
+ONE_GPU, SEVERAL = 10.0, 40.0
 """Minutes that a report card may take."""
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, row_of
-from hocket.doctor.families import BASE
+from hocket.doctor.families import BASE, FAMILIES
 from hocket.doctor.model import WIDE, spec
 from hocket.doctor.place import Place, catalogue_name
 from hocket.doctor.world import count_here, join, ranks, timed
@@ -50,14 +50,28 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "zero3-tp2": ("dp2.tp2:zero=3", ""),
     "all-axes": ("dp2.pp2.tp2:microbatches=2,zero=2", ""),
     "all-axes-sequence": ("dp2.pp2.tp2:microbatches=2,zero=3,sequence_parallel=true", ""),
+    "cp2": ("cp2", "keys and values in a ring"),
+    "cp2-ulysses": ("cp2", "heads exchanged for tokens"),
+    "cp2-zero1": ("cp2:zero=1", ""),
+    "cp2-tp2": ("cp2.tp2", ""),
+    "cp2-pp2": ("cp2.pp2:microbatches=2", ""),
+    "dp2-cp2-tp2": ("dp2.cp2.tp2:zero=2,microbatches=2", ""),
+    "ep2": ("dp2.ep2", ""),
+    "ep2-tp2": ("tp2.ep2.etp1", "whole experts over tensor ranks"),
+    "ep2-pp2": ("dp2.pp2.ep2:microbatches=2", ""),
+    "ep2-zero1": ("dp4.ep2:zero=1", ""),
+    "ep4": ("dp2.tp2.ep4.etp1", ""),
     "dp8": ("dp8:zero=1", ""),
     "tp8": ("tp8", "key/value heads are replicated"),
 }
-"""Name to layout, and what is particular about it. Every schedule at every depth is executed by the
-`pipeline` rows, in one world for each depth."""
+"""Name to layout, and what is particular about it; with ep the model is a Mixtral. Every schedule
+at every depth is executed by the `pipeline` rows, in one world for each depth."""
 
 DEEP: dict[str, Any] = {**BASE, "num_hidden_layers": 8, "num_attention_heads": 8}
 """The Llama of layouts: eight layers and heads, so that eight ranks can share them."""
+
+_MORE = {"cp2": {"attention": "ring"}, "cp2-ulysses": {"attention": "ulysses"}}
+"""Name of a layout to what its job is asked besides."""
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
@@ -77,7 +91,8 @@ CHECKS = (
     *(
         _row(
             f"layout-{name}", f"`hocket check` at {text}{f', {note}' if note else ''}", "layout",
-            _EQUAL, arguments={"layout": text}, gpus=_size(text), fake="hocket.doctor.fake:layout",
+            _EQUAL, arguments={"layout": text, **_MORE.get(name, {})}, gpus=_size(text),
+            fake="hocket.doctor.fake:layout",
             # Eight ranks are more than a small machine's cores.
             rehearsals=(CPU, FAKE) if _size(text) <= 4 else (FAKE,),
         )
@@ -106,6 +121,10 @@ CHECKS = (
          "in CUDA graphs with their collectives, compared with one GPU", "generate",
          "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
          arguments={"layout": "tp2"}),
+    _row("generate-ep2", "greedy answers of a tiny Mixtral at dp2.ep2, whose decode steps are "
+         "captured in CUDA graphs with the exchange of tokens, compared with one GPU", "generate",
+         "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
+         arguments={"layout": "dp2.ep2"}),
     _row("one-gpu-nccl", "two ranks on one GPU, joined by NCCL", "one_gpu",
          "an all-reduce is right",
          arguments={"backend": "nccl"}, gpus=1, seconds=7.0, rehearsals=(),
@@ -116,7 +135,16 @@ CHECKS = (
 )  # fmt: skip
 
 
-def layout(place: Place, *, layout: str) -> CheckOutcome:
+def model_of(layout: str) -> dict[str, Any]:
+    """The configuration that a layout is rehearsed with."""
+    from hocket.spec.layout import Layout
+
+    if Layout.parse(layout).ep > 1:
+        return FAMILIES["mixtral"]
+    return DEEP if _size(layout) > 4 else BASE
+
+
+def layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
     """Ranks of a layout, compared with one process."""
     import tempfile
     from pathlib import Path
@@ -126,8 +154,10 @@ def layout(place: Place, *, layout: str) -> CheckOutcome:
     from hocket.jobs.request import request
 
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:
-        saved_model(Place("cpu"), DEEP, Path(folder))
-        report = check(request(asked(folder, layout, place.kind)))
+        config = FAMILIES["mixtral"] if ".ep" in layout else DEEP
+        saved_model(Place("cpu"), config, Path(folder))
+        options = {**asked(folder, layout, place.kind), "context_parallel": attention}
+        report = check(request(options))
     place.failures += report.failures[:3]
     return place.outcome(
         ranks=report.world_size, loss=report.steps[-1].loss,
@@ -336,7 +366,7 @@ def generate(place: Place, *, layout: str) -> CheckOutcome:
     prompts = [[5, 9, 33, 12, 60, 7], [11, 4, 50]]
     answers = []
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:
-        saved_model(Place("cpu"), BASE, Path(folder))
+        saved_model(Place("cpu"), model_of(layout), Path(folder))
         for each in ("dp1", layout):
             with LLM(folder, each, device=place.kind, dtype="fp32", max_model_len=64) as llm:
                 answers.append([a.tokens for a in llm.generate(prompts, sampling)])

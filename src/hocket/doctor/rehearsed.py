@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.doctor.check import CPU, Cannot, CheckOutcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, TrainedModel, batches, spec
+from hocket.doctor.multi_gpu import model_of
 from hocket.doctor.place import Place, catalogue_name
 from hocket.doctor.world import ranks, tell
 
@@ -62,6 +63,7 @@ CHECKS = (
         )
         for name, layout, gpus in (
             ("zero3", "dp2:zero=3", 2), ("pp2-tp2", "pp2.tp2:schedule=1f1b,microbatches=4", 4),
+            ("cp2", "cp2", 2), ("ep2", "dp2.ep2", 2),
         )
     ),
 )  # fmt: skip
@@ -176,8 +178,8 @@ def _where(error: BaseException) -> str:
 def order(place: Place, *, layout: str) -> CheckOutcome:
     """Collectives of each rank, and those that its rehearsal enqueues."""
     job = spec(
-        BASE, layout=layout, dtype=place.size("bf16", "fp32"), seq_len=16, rows=8, seed=3,
-        device=place.kind,
+        model_of(layout), layout=layout, dtype=place.size("bf16", "fp32"), seq_len=16, rows=8,
+        seed=3, device=place.kind,
     )  # fmt: skip
     with rehearsing(place, job, place.size("all", "replica")) as future:
         payload = {"spec": job.to_json()}

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hocket.spec.attention_kernel import AttentionKernel, AttentionLayer, attention_kernel
+from hocket.spec.attention_kernel import (
+    AttentionKernel,
+    AttentionLayer,
+    attention_kernel,
+    context_kernel,
+)
 
 FLEX = "hocket_flex"
 """The attention implementation of families whose soft caps or sinks flex attention computes."""
@@ -118,12 +123,19 @@ def kernel_on(
 
 
 def kernel_rows(
-    model: nn.Module, *, dtype: torch.dtype, device: torch.device, seq_len: int, packed: bool
-) -> list[dict[str, Any]]:
-    """Rows of a run's `attention.json`: layer kind, how many, kernel and reason."""
+    model: nn.Module, *, dtype: torch.dtype, device: torch.device, seq_len: int, packed: bool,
+    context: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of a run's `attention.json`: layer kind, how many, kernel and reason.
+
+    `context`: sequences are split over context ranks, whose attention is our own.
+    """
     rows = []
     for layer, count in layers_of(model, seq_len=seq_len, packed=packed):
-        kernel = kernel_on(layer, dtype=dtype, device=device, seq_len=seq_len)
+        if context:
+            kernel = context_kernel(layer, dtype=str(dtype).removeprefix("torch."))
+        else:
+            kernel = kernel_on(layer, dtype=dtype, device=device, seq_len=seq_len)
         row = {"layer": layer.kind, "layers": count, **dataclasses.asdict(kernel)}
         rows.append({("kernel" if key == "name" else key): value for key, value in row.items()})
     return rows

@@ -1,4 +1,4 @@
-"""Matmuls of experts, replaced below transformers' implementation of them.
+"""Experts, below transformers' implementation of them: their matmuls, and choices to skip.
 
 transformers computes experts by `torch.nn.functional.grouped_mm` (its implementation `grouped_mm`,
 the default), for every family in one place. This puts another grouped matmul there for the weights
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rows [S, K] sorted by expert, weights [E, K, N] and the end of each expert's rows [E] int32, to
@@ -37,3 +37,19 @@ def replace_grouped_mm(ours: GroupedMatmul, takes: Callable[[Tensor], bool]) -> 
 
     _grouped_mm.hocket = True  # type: ignore[attr-defined]
     module._grouped_mm = _grouped_mm
+
+
+def skip_absent(experts: nn.Module) -> str:
+    """Have the forward of stacked experts skip choices of `num_experts`, as those of other ranks.
+
+    Returns:
+        Why it cannot; empty: it does.
+    """
+    own: Any = experts
+    if not hasattr(own, "_is_expert_parallel"):
+        return "the model's own code computes its experts"
+    name = own.config._experts_implementation
+    if name not in ("grouped_mm", "batched_mm"):
+        return f"experts are computed by {name!r}"
+    own._is_expert_parallel = True
+    return ""

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.models import attention
+from hocket.runtime.context_parallel import attend as context_attention
+from hocket.runtime.context_parallel import ring
 
 _ops: Any = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -32,7 +34,8 @@ class AttentionCounter:
         capability: compute capability of the GPU.
 
     Attributes:
-        chosen: kernel (`flash`, `flash-varlen`, `flex`, `efficient`, `math`) to its calls.
+        chosen: kernel (`flash`, `flash-varlen`, `flex`, `efficient`, `math`; over context ranks
+            also `tiles`) to its calls; of a ring each part is one.
     """
 
     def __init__(self, capability: tuple[int, int]) -> None:
@@ -78,9 +81,16 @@ class AttentionCounter:
             self.chosen["flash-varlen"] += 1
             return given(*arguments)
 
+        def part(*given: Any) -> tuple[Tensor, Tensor]:
+            query, key, value, scores, mask, _ = given
+            fused = mask is None and context_attention._kernel(query, key, value, scores)
+            self.chosen["flash" if fused else "tiles"] += 1
+            return context_attention.attend(*given)
+
         functional.scaled_dot_product_attention = attend
         try:
             with (
+                mock.patch.object(ring, "attend", part),
                 mock.patch.object(attention, "_varlen", varlen),
                 mock.patch.object(attention, "_flex", self._flex),
             ):

@@ -106,6 +106,20 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory = memory
         self.launches = launches
         self.shapes = shapes
+        self._composites: dict[Any, bool] = {}
+
+    def _composite(self, func: Any) -> bool:
+        """Whether an operation is composed of others, which are what launches and reads. Autograd
+        takes it apart before it comes here; inference mode, in which servers run, does not."""
+        found = self._composites.get(func)
+        if found is None:
+            found = self._composites[func] = (
+                func.namespace == "aten"
+                and torch._C._dispatch_has_kernel_for_dispatch_key(
+                    func.name(), "CompositeImplicitAutograd"
+                )
+            )
+        return found
 
     def __torch_dispatch__(
         self,
@@ -116,6 +130,11 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         handler = _ANSWERS.get(func._schema.name)
+        if handler is None and self._composite(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         if handler is not None:
             answered, out = handler(self.launches, func, args, kwargs)
             if not answered:
@@ -209,7 +228,8 @@ def _copy(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[bool, 
 def _equal(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if not args[0].is_cuda:
         return False, None
-    launches.wait(func._schema.name.partition("::")[2])
+    name = func._schema.name.partition("::")[2]
+    launches.wait("item" if name == "is_nonzero" else name)  # which is one, taken apart or not
     return True, True
 
 

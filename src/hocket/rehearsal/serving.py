@@ -6,6 +6,7 @@
     prefill            chunks of several prompts
     mixed              decoding rows and one more prompt
     decode             one token of each row, as a captured graph would replay it, and eagerly
+    uneven             with experts over data ranks: only the first has rows, which it decodes
 
 Requests sample in every way: the largest logit, draws with each cut, penalties, biases,
 log-probabilities. What differs from a server: parameters get no values, kernels are chosen by the
@@ -38,6 +39,7 @@ from hocket.serving.engine.device_sampler import DeviceSampler
 from hocket.serving.engine.memory import CUDA_SHARE
 from hocket.serving.engine.part import StagePart
 from hocket.serving.engine.runner import StageRunner
+from hocket.serving.engine.staging import Readback
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.engine.warm_up import warm_up
 from hocket.serving.request import SamplingParams
@@ -59,6 +61,8 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 )
 """What the requests of a rehearsal ask for, one after the other."""
 
+UNEVEN = "uneven"
+"""The step that only the first data rank has rows in."""
 _MOST_ROWS = 8
 """Rows of a rehearsed step."""
 _PROMPT = 24
@@ -145,7 +149,11 @@ class ServingRehearsal:
             warm_up(mesh)
             weights = memory.now()[0]
             memory.restart_peak()
+            launches.counting = True
             runner.step_bytes()
+            launches.counting = False
+            # (What it brings to the device comes from no plan, and waits as no step does.)
+            waits = [r["count"] for r in launches.reads() if "expert_parallel" in r["where"]]
             step_bytes = memory.peak - weights
             room = int((self.device.memory - weights) * CUDA_SHARE) - step_bytes
             num_blocks = options.num_blocks or max(0, room // runner.bytes_per_block)
@@ -169,7 +177,7 @@ class ServingRehearsal:
             steps: dict[str, Any] = {}
             execution.begin(recorder)
             execution.end()
-            for name, plan in self._plans(runner, lookahead):
+            for name, plan in self._plans(runner, lookahead, mesh.axis("dp").index):
                 begun = len(world.trace.ops)
                 launches.kernels.clear()
                 launches.host_reads.clear()
@@ -190,12 +198,15 @@ class ServingRehearsal:
                     "result_reads": int(part.uncollected > 0),
                 }
                 part._launched.clear()
+                if sampler is not None:  # as if the result had been read
+                    sampler.readback = Readback(device)
             execution.into(found, mesh, recorder)
             found.host_reads = _reads(launches)
         return {
             "stage": mesh.axis("pp").index,
             "steps": steps,
             "attention": runner.attention_json(),
+            "largest": {"tokens": options.max_num_batched_tokens, "host_reads": sum(waits)},
             "graphs": {
                 "sizes": graphs.sizes if graphs.captured else [],
                 "reason": capture.reason or graphs.reason,
@@ -211,8 +222,11 @@ class ServingRehearsal:
             },
         }  # fmt: skip
 
-    def _plans(self, runner: StageRunner, lookahead: bool) -> Iterator[tuple[str, StepPlan]]:
-        """Prompts, then decoding with one more prompt, then decoding twice."""
+    def _plans(
+        self, runner: StageRunner, lookahead: bool, data_rank: int
+    ) -> Iterator[tuple[str, StepPlan]]:
+        """Prompts, then decoding with one more prompt, then decoding twice, and once more on the
+        first data rank alone."""
         size = runner.block_size
         count = min(
             runner.max_num_seqs, max(1, runner.max_num_batched_tokens // _PROMPT), _MOST_ROWS
@@ -257,6 +271,9 @@ class ServingRehearsal:
         for number, name in ((2, "decode"), (3, "decode eager")):
             rows = decode(first, length + number - 1)
             yield name, StepPlan(number, rows, [unknown] * len(rows))
+        if self.spec.layout.dp > 1:
+            rows = decode(first, length + 3) if data_rank == 0 else []
+            yield UNEVEN, StepPlan(4, rows, [unknown] * len(rows) or [0], widest=len(first))
 
 
 def _reads(launches: Launches) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ line; cuDNN's rule for heads of 256 is left out). On a GPU `models.attention_lay
     efficient      memory-efficient attention (CUTLASS)              B A S, and a mask of B S S
     math           matmul, softmax, matmul                           B A S S
     eager          the family's own code, as matmul, softmax, matmul B A S S
+    tiles          matmul, softmax, matmul of some keys at a time    B A S, and one tile
 """
 
 from __future__ import annotations
@@ -122,6 +123,31 @@ def attention_kernel(
     return _without_flash(
         layer, dtype, capability, f"{no_flash}; a mask of S x S" if mask else no_flash
     )
+
+
+def context_kernel(layer: AttentionLayer, *, dtype: str) -> AttentionKernel:
+    """The kernel of a layer whose sequences are split over context ranks
+    (`runtime.context_parallel.attend`), on CUDA.
+
+    `flash` computes each part and gives its log-sum-exp; `tiles` are scores of some keys at a time,
+    computed by PyTorch in float32.
+    """
+    masked = {
+        f"a window of {layer.window}": layer.window is not None,
+        "packed documents": layer.packed,
+        "an attention mask": layer.chunked or layer.masked,
+    }
+    why = [name for name, present in masked.items() if present]
+    why += ["soft-capped scores"] if layer.softcap else []
+    if dtype not in HALF:
+        why.append(f"{dtype} is not float16 or bfloat16")
+    if layer.key_size != layer.value_size:
+        why.append(f"head sizes {layer.key_size} and {layer.value_size} differ")
+    if layer.key_size % 8 or layer.key_size > LARGEST_FLASH_HEAD:
+        why.append(f"head size {layer.key_size}")
+    if why:
+        return AttentionKernel("tiles", f"over context ranks: {', '.join(why)}")
+    return AttentionKernel("flash", "causal parts over context ranks, merged")
 
 
 def _no_flash(layer: AttentionLayer, dtype: str, capability: tuple[int, int]) -> str | None:

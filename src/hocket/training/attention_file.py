@@ -23,6 +23,7 @@ def write(folder: RunFolder, job: RankJob, *, packed: bool) -> None:
             device=job.mesh.device,
             seq_len=job.spec.workload.seq_len,
             packed=packed,
+            context=job.spec.layout.cp > 1,
         )
     except Exception as error:  # whatever a configuration lacks
         warnings.warn(f"attention kernels are not known: {error}", stacklevel=1)

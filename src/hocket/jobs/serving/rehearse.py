@@ -41,7 +41,7 @@ class ServingReport:
         layout: of the replica. gpu: of each rank.
         verdicts: by rule: whether the steps end, who waits for whom, and a picture of it.
         ranks: of each executed rank, by its number: `stage`, `steps`, `graphs`, `attention`,
-            `memory`.
+            `memory`, and `largest`: tokens of the largest step, and host reads in its experts.
         stands_for: every rank to the executed one.
         process_groups: communicators of a rank, at most. collectives: rows of a decode step.
         predicted: by stage, bytes of `weights`, the largest `step` and a cached `token`, as
@@ -165,6 +165,11 @@ class ServingReport:
             lines.append(
                 f"    {name}: {step['rows']} rows, {step['tokens']} tokens, {step['launches']} "
                 f"kernels launched by the host"
+            )
+        if one["largest"]["host_reads"]:
+            lines.append(
+                f"    largest step: {one['largest']['tokens']:,} tokens, "
+                f"{one['largest']['host_reads']} host reads, of the sizes of uneven all-to-alls"
             )
         return lines
 

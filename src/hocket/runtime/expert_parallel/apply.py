@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from hocket.runtime.expert_parallel.experts import expert_parallel_class
+from hocket.runtime.expert_parallel.experts import ExpertParallelExperts, expert_parallel_class
+from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
@@ -63,6 +65,29 @@ def apply_expert_parallel(
         own.experts_axis, own.tokens_axis, own.experts_recorder = experts, tokens, recorder
         if not isinstance(getattr(child, "axis", None), Axis):
             own.axis = experts  # as every split module has
+
+
+def gather_experts(
+    module: nn.Module, skip_absent: Callable[[nn.Module], str]
+) -> tuple[GatheredTokens | None, str]:
+    """Let the experts over ranks in `module` take gathered tokens, so that the host reads nothing.
+
+    Args:
+        skip_absent: has the forward of experts skip choices of `num_experts`; why it cannot, or
+            nothing.
+
+    Returns:
+        What sets which steps are gathered; None: all are dispatched, for the reason that follows.
+    """
+    found = [m for m in module.modules() if isinstance(m, ExpertParallelExperts)]
+    for one in found:
+        why = skip_absent(one)
+        if why:
+            return None, why
+    gathered = GatheredTokens()
+    for one in found:
+        one.gathered = gathered
+    return gathered, ""
 
 
 def _placed(placement: Placement, first: int, count: int) -> Placement:

@@ -11,8 +11,10 @@ and no counts are sent (Lepikhin et al. 2021, GShard, section 3.2; Megatron-Core
 dispatcher). No token is dropped: R is whatever the routers of all ranks chose.
 
 All-to-alls are uneven, and torch takes their sizes from the host: on CUDA that is one read of 2 ep
-numbers for each set of experts and forward. Padded to T k rows a pair of ranks no size would be
-read, and ep times the bytes would be sent.
+numbers for each set of experts and forward, and what needs no size (the order of the rows, and the
+rows in that order) is enqueued before it, so that the device works while the host wakes up. Padded
+to T k rows a pair of ranks no size would be read, and ep times the bytes would be sent;
+`gathered` reads nothing, for steps of few tokens.
 
 Legend: T tokens of this rank, k experts of a token, H hidden, R rows that arrive, E experts.
 """
@@ -38,25 +40,39 @@ class Routes:
     Attributes:
         order: [T k] int64, the pairs of token and expert sorted by expert.
         choices: k.
-        sent, received: rows to and from each rank of the axis.
-        expert_ids: [R] int64, number among this rank's experts of each row that arrives.
+        arriving: [ep, E of this rank] int64, rows of each rank for each of this one's experts.
         load: [E of this rank] int64, rows of each.
         axis, recorder: of the messages.
+        sizes: on their way to the host.
+        sent, received: rows to and from each rank of the axis, once they are settled.
     """
 
     order: Tensor
     choices: int
-    sent: list[int]
-    received: list[int]
-    expert_ids: Tensor
+    arriving: Tensor
     load: Tensor
     axis: Axis
     recorder: Recorder
+    sizes: _OnHost | None
+    sent: list[int] = dataclasses.field(default_factory=list)
+    received: list[int] = dataclasses.field(default_factory=list)
+
+    def settle(self) -> None:
+        """Wait until the host knows the sizes."""
+        if self.sizes is not None:
+            (self.sent, self.received), self.sizes = self.sizes.read(), None
+
+    def expert_ids(self) -> Tensor:
+        """[R] int64, number among this rank's experts of each row that arrives."""
+        ranks, count = self.arriving.shape
+        own = torch.arange(count, device=self.arriving.device).repeat(ranks)
+        rows = sum(self.received)
+        return torch.repeat_interleave(own, self.arriving.reshape(-1), output_size=rows)
 
 
 @torch.no_grad()
 def route(index: Tensor, num_experts: int, axis: Axis, recorder: Recorder) -> Routes:
-    """Exchange how many rows go where.
+    """Exchange how many rows go where; `Routes.settle` reads it.
 
     Args:
         index: [T, k] int64, experts of each token, of all experts of the model.
@@ -68,29 +84,40 @@ def route(index: Tensor, num_experts: int, axis: Axis, recorder: Recorder) -> Ro
     counts = flat.new_zeros(axis.size * num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     arriving = all_to_all(counts, axis, recorder).view(axis.size, num_experts)
     sizes = torch.stack([counts.view(axis.size, num_experts).sum(1), arriving.sum(1)])
-    sent, received = _on_host(sizes, flat.numel())
-    own = torch.arange(num_experts, device=index.device).repeat(axis.size)
     return Routes(
         order=torch.argsort(flat, stable=True),
         choices=index.shape[-1],
-        sent=sent,
-        received=received,
-        expert_ids=torch.repeat_interleave(own, arriving.reshape(-1), output_size=sum(received)),
+        arriving=arriving,
         load=arriving.sum(0),
         axis=axis,
         recorder=recorder,
+        sizes=_OnHost(sizes, flat.numel()),
     )
 
 
-def _on_host(sizes: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """The rows to and from each rank: the one read of the device. Tensors without values (of a
+class _OnHost:
+    """The rows to and from each rank, on their way to the host. Tensors without values (of a
     rehearsal or a forecast of memory) stand for tokens that are spread evenly."""
-    if isinstance(sizes, FakeTensor):
-        count = sizes.cpu().shape[1]
-        even = [rows // count + (i < rows % count) for i in range(count)]
-        return even, even
-    sent, received = sizes.tolist()
-    return sent, received
+
+    def __init__(self, sizes: Tensor, rows: int) -> None:
+        self.rows = rows
+        self.event: Any = None
+        self.sizes = sizes
+        if sizes.is_cuda:
+            self.sizes = sizes.to("cpu", non_blocking=True)  # which is page-locked
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record()
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """Wait for them: the one read of the device."""
+        if self.event is not None:
+            self.event.synchronize()
+        if isinstance(self.sizes, FakeTensor):
+            count = self.sizes.shape[1]
+            even = [self.rows // count + (i < self.rows % count) for i in range(count)]
+            return even, even
+        sent, received = self.sizes.tolist()
+        return sent, received
 
 
 def dispatch(hidden: Tensor, routes: Routes) -> Tensor:
@@ -128,7 +155,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
         ctx.routes = routes
-        return _there(hidden[routes.order // routes.choices], routes)
+        rows = hidden[routes.order // routes.choices]  # enqueued before the host waits
+        routes.settle()
+        return _there(rows, routes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -10,6 +10,9 @@ have the same tokens, and where experts are not sliced over tp each takes a part
 The module's own forward computes its experts, so that each family stays what transformers makes of
 it. It is given one expert a row and routing weights of one; the weights are applied where the
 token's rows are summed, in the same dtypes (transformers' `grouped_mm_experts_forward`).
+
+Dispatch has one host read for each set of experts and forward. Without one (`gathered`, for the
+decode steps of a server), each rank gets all tokens and computes the choices that are its own.
 """
 
 from __future__ import annotations
@@ -22,10 +25,21 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_gather
 from hocket.runtime.expert_parallel.dispatch import combine, dispatch, route
+from hocket.runtime.expert_parallel.gathered import (
+    GatheredTokens,
+    gather_tokens,
+    load_of,
+    own_choices,
+    scatter_outputs,
+)
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.experts import TensorParallelExperts
+from hocket.runtime.tensor_parallel.regions import copy_two_to_axis, reduce_from_axis
 from hocket.spec.errors import ModelError
+
+_ROWS = 4096
+"""Rows of experts that are computed at once, if they are no more than of one rank's tokens."""
 
 
 class ExpertParallelExperts(nn.Module):
@@ -39,6 +53,9 @@ class ExpertParallelExperts(nn.Module):
         tokens_axis: ranks that are given the same tokens, each of which takes a part of them; of
             one rank: this rank's tokens are its own.
         load: [E of this rank] int64, rows of each expert since it was last set to zero.
+        gathered: the steps whose tokens are gathered over the experts' ranks instead of dispatched
+            to them, so that the host reads nothing; the module's own forward then skips choices of
+            `num_experts`. None: none.
     """
 
     experts_axis: Axis
@@ -46,6 +63,7 @@ class ExpertParallelExperts(nn.Module):
     experts_recorder: Recorder
     num_experts: int
     load: Tensor | None = None
+    gathered: GatheredTokens | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         shape, width = hidden_states.shape, hidden_states.shape[-1]
@@ -56,6 +74,15 @@ class ExpertParallelExperts(nn.Module):
                 f"weights {list(weights.shape)}; ep takes [tokens, hidden size], and [tokens, k] "
                 "of both"
             )
+        alike, recorder = self.tokens_axis, self.experts_recorder
+        gathered = self.gathered
+        if gathered and not gathered.takes(len(hidden), index.shape[1], self.experts_axis.size):
+            gathered = None
+        if gathered and alike.size > 1 and alike.ranks == self.experts_axis.ranks:
+            # All ranks have all tokens: each computes its experts, and one all-reduce sums them.
+            hidden, weights = copy_two_to_axis(hidden, weights, alike, recorder)
+            out = self._of_present(hidden, index, weights)
+            return reduce_from_axis(out, alike, recorder).view(shape)
         sizes = _sizes(len(hidden), self.tokens_axis.size)
         if self.tokens_axis.size > 1:
             first, count = sum(sizes[: self.tokens_axis.index]), sizes[self.tokens_axis.index]
@@ -63,7 +90,12 @@ class ExpertParallelExperts(nn.Module):
             hidden, weights = _Part.apply(  # type: ignore[no-untyped-call]
                 hidden, weights, sizes, (self.tokens_axis, self.experts_recorder)
             )
-        out = self._own(hidden, index, weights)
+        if gathered is not None:
+            widest = gathered.rows
+            most = sizes[0] if widest is None else -(-widest // alike.size)
+            out = self._of_gathered(hidden, index, weights, most)
+        else:
+            out = self._own(hidden, index, weights)
         if self.tokens_axis.size > 1:
             out = _Whole.apply(out, sizes, self.tokens_axis, self.experts_recorder)  # type: ignore[no-untyped-call]
         return out.view(shape)
@@ -76,13 +108,34 @@ class ExpertParallelExperts(nn.Module):
         self._count(routes.load)
         rows = dispatch(hidden, routes)
         if sum(routes.received):
-            chosen = routes.expert_ids.unsqueeze(-1)
+            chosen = routes.expert_ids().unsqueeze(-1)
             ones = weights.new_ones(chosen.shape)
             rows = super().forward(rows, chosen, ones)  # type: ignore[misc]
         else:
             rows = _NoTokens.apply(rows, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
         each = combine(rows, routes) * weights.reshape(-1, 1)
         return each.view(*index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
+
+    def _of_gathered(self, hidden: Tensor, index: Tensor, weights: Tensor, most: int) -> Tensor:
+        """As `_own`; `most`: tokens of the rank that has most."""
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        axis, recorder = self.experts_axis, self.experts_recorder
+        every = gather_tokens((hidden, index, weights), most, axis, recorder)
+        return scatter_outputs(self._of_present(*every), len(hidden), axis, recorder)
+
+    def _of_present(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """[N, H] of tokens, to what those of their experts make that are on this rank."""
+        count = self.num_experts
+        own = own_choices(index, self.experts_axis.index * count, count)
+        self._count(load_of(own, count))
+        forward = super().forward  # type: ignore[misc]
+        if torch.is_grad_enabled():
+            return forward(hidden, own, weights)  # type: ignore[no-any-return]
+        # Their arrays are as long as if all tokens chose these experts: no longer than of one rank.
+        most = max(len(hidden) // self.experts_axis.size, -(-_ROWS // index.shape[-1]))
+        pieces = zip(*(torch.split(x, most) for x in (hidden, own, weights)), strict=True)
+        return torch.cat([forward(*piece) for piece in pieces])
 
     @torch.no_grad()
     def _count(self, load: Tensor) -> None:

@@ -113,6 +113,13 @@ class HostStep:
         step.wanted = list(range(rows))
         return step
 
+    @classmethod
+    def idle(cls, spare_slot: int, spare_place: int) -> HostStep:
+        """A row of padding that nobody asked for, for a step that other data ranks have rows in."""
+        step = cls.padding(1, spare_slot, spare_place)
+        step.rows, step.wanted = 1, []
+        return step
+
     def pad(self, rows: int, spare_slot: int, spare_place: int) -> None:
         """Grow a decode step to `rows` rows, which write to a block that no sequence holds."""
         assert self.decode, "only rows of one token are padded"

@@ -177,17 +177,23 @@ class DecodeGraphs:
         self._graphs.clear()
         self.reason = reason
 
-    def fits(self, step: HostStep) -> bool:
-        """Whether a step is one that was captured."""
-        return step.decode and self._size(step.rows) is not None
+    def fits(self, step: HostStep, widest: int = 0) -> bool:
+        """Whether a step is one that was captured; `widest` as `run`."""
+        return step.decode and self._size(max(step.rows, widest)) is not None
 
     def _size(self, rows: int) -> int | None:
         return next((n for n in self.sizes if n >= rows > 0 and n in self._graphs), None)
 
-    def run(self, step: HostStep, changes: Changes, hidden: Tensor | None) -> Tensor:
-        """Replay the next larger size; hidden state [1, R, H], or logits of the wanted rows."""
+    def run(
+        self, step: HostStep, changes: Changes, hidden: Tensor | None, widest: int = 0
+    ) -> Tensor:
+        """Replay the next larger size; hidden state [1, R, H], or logits of the wanted rows.
+
+        Args:
+            widest: rows of the data rank that has most, whose collectives are the same.
+        """
         rows = step.rows
-        size = self._size(rows)
+        size = self._size(max(rows, widest))
         assert size is not None
         graph = self._graphs[size]
         step.pad(size, self.tables.max_num_seqs, self.tables.spare_place)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hocket.models.latent import take_latents
 from hocket.runtime.collectives import all_gather, all_reduce
+from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.native.kernels import CpuKernels
@@ -42,9 +43,10 @@ from hocket.serving.engine.attention_kernels import (
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.bf16_weights import can_be_half, compute_in_fp32, multiply_by_halves
 from hocket.serving.engine.cache import BlockTables, PagedCache, bytes_per_block
-from hocket.serving.engine.device_step import DeviceStep, DeviceTables
+from hocket.serving.engine.device_step import DeviceStep, DeviceTables, HostStep
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
+from hocket.serving.engine.gathered_experts import all_captured, gathered_tokens, gathering
 from hocket.serving.engine.gemm_select import choose_products
 from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, GraphDevice, sizes
 from hocket.serving.engine.layer_probe import LayerProbe, unplaced
@@ -64,7 +66,6 @@ _WIDE = 1_500_000
 cores a product of 235,000 weights took as long with one row and less with eight."""
 
 
-_EXPERTS = "experts over ranks: the host reads how many rows go where"
 _CONTEXT = "context ranks: which keys are whose is settled on the host"
 """Why a step is not captured."""
 
@@ -99,6 +100,8 @@ class StageRunner:
         dtype: of what travels between stages, and of the cache.
         half: whether weights are in bfloat16 and the rest is in fp32.
         choice: kernels of the attention layers; None: a CPU's own.
+        gathered: the steps whose tokens reach experts over ranks without a host read; None: there
+            are no such experts, or all steps are dispatched.
 
     Raises:
         ModelError: layers of the stage keep something else than keys and values.
@@ -147,6 +150,12 @@ class StageRunner:
         if self.half:
             compute_in_fp32(stage.module)
         take_latents(stage.module, self.dtype if self.half else None)
+        self.gathered: GatheredTokens | None = None
+        self._dispatches = ""
+        if self.device.type != "cpu" or chooser is not None:
+            self.gathered, self._dispatches = gathered_tokens(
+                stage.module, mesh, recurrent=bool(self.states)
+            )
         self.kinds = self._watch()
         self.layers = [kind.shape for kind in self.kinds]
         self.block_size = block_size or BLOCK_SIZE
@@ -270,13 +279,14 @@ class StageRunner:
         """
         self._place(num_blocks)
         self.graphs = self._decode_graphs()
-        if self.mesh.layout.ep > 1:
-            self.graphs.give_up(_EXPERTS)
+        if self._dispatches:
+            self.graphs.give_up(self._dispatches)
             return self.graphs
         every = self.graphs.sizes
         wanted = None if rows is None else {next(n for n in every if n >= min(r, every[-1]))
                                             for r in rows}  # fmt: skip
-        self.graphs.capture(None if wanted is None else sorted(wanted))
+        with gathering(self.gathered, always=True):
+            self.graphs.capture(None if wanted is None else sorted(wanted))
         return self.graphs
 
     def _place(self, num_blocks: int) -> None:
@@ -304,19 +314,20 @@ class StageRunner:
             hidden=None if self.stage.is_first else self._empty_hidden(self.max_num_seqs),
             unknown=self.lookahead,
             device=self._graph_device or CudaDevice(self.device),
-            agree=self._agree,
+            agree=lambda captured: all_captured(captured, self.mesh),
         )
 
     @torch.inference_mode()
     def trial_graphs(self) -> Iterator[int]:
         """Capture the largest size, then the smallest, over a cache of one block; yields after
         each. `drop_trial` gives their memory back."""
-        if self.mesh.layout.ep > 1 or self.context.size > 1:
+        if self._dispatches or self.context.size > 1:
             return
         self._place(1)
         graphs = self._decode_graphs()
         for rows in dict.fromkeys((graphs.sizes[-1], graphs.sizes[0])):
-            graphs.capture([rows])
+            with gathering(self.gathered, always=True):
+                graphs.capture([rows])
             if graphs.reason:
                 return
             yield rows
@@ -330,15 +341,6 @@ class StageRunner:
     def num_graphs(self) -> int:
         """Sizes of decode steps that are captured."""
         return len(sizes(self.max_num_seqs))
-
-    def _agree(self, captured: bool) -> bool:
-        """Whether all ranks of the tensor axis captured a size."""
-        axis = self.mesh.axis("tp")
-        if axis.size == 1:
-            return captured
-        every = torch.full((), int(captured), device=self.device)
-        all_reduce(every, axis, self.mesh.recorder, op="min")
-        return bool(every)
 
     @property
     def last_tokens(self) -> Tensor | None:
@@ -361,7 +363,8 @@ class StageRunner:
             each row with LAST, `count` for each with ALL, in row order.
         """
         assert self.cache is not None, "allocate() first"
-        if not plan.rows:  # one token, which is kept nowhere: experts exchange tokens all the same
+        if not plan.rows and (self.choice is None or self.states):
+            # One token, which is kept nowhere: experts exchange tokens all the same.
             return self._forward(unplaced(1, 0, self.block_size), hidden, LayerProbe())
         if self.choice is not None:
             return self._run_on_device(plan, hidden)
@@ -397,12 +400,18 @@ class StageRunner:
         tables = self._device_tables
         assert tables is not None
         changes = tables.apply(plan)
-        step = tables.host(plan)
-        graphs = self.graphs if self.graphs is not None and self.graphs.fits(step) else None
+        if plan.rows:
+            step = tables.host(plan)
+        else:
+            step = HostStep.idle(self.max_num_seqs, tables.spare_place)
+        graphs = None
+        if self.graphs is not None and plan.decoding and self.graphs.fits(step, plan.widest):
+            graphs = self.graphs
         if not self.states:
             if graphs is not None:
-                return graphs.run(step, changes, hidden)
-            return self._on_device(tables.send(step, changes), hidden)
+                return graphs.run(step, changes, hidden, plan.widest)
+            with gathering(self.gathered, plan.widest or None):
+                return self._on_device(tables.send(step, changes), hidden)
         states = self.states.begin(plan)
         if graphs is not None:
             output = graphs.run(step, changes, hidden)

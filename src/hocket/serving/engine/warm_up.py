@@ -11,10 +11,12 @@ import torch
 from hocket.runtime.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     broadcast,
     gather,
     irecv,
     isend,
+    reduce_scatter,
 )
 from hocket.runtime.mesh import Mesh
 
@@ -37,6 +39,11 @@ def warm_up(mesh: Mesh) -> None:
     if context.size > 1:
         all_gather(one, context, mesh.recorder)
         all_reduce(one, context, mesh.recorder)
+    experts = mesh.axis("expert")
+    if experts.size > 1:
+        each = one.new_zeros(experts.size)
+        for collective in (all_gather, reduce_scatter, all_to_all):
+            collective(each, experts, mesh.recorder)
     if pipeline.size > 1:
         if pipeline.index > 0:
             irecv(one, pipeline, pipeline.index - 1, mesh.recorder).wait()

@@ -108,7 +108,13 @@ class SchedulerGroup:
         plans = [one.plan(now) for one in self.schedulers]
         if not any(plans):
             return None
-        return [plan or one.skip() for plan, one in zip(plans, self.schedulers, strict=True)]
+        step = [plan or one.skip() for plan, one in zip(plans, self.schedulers, strict=True)]
+        if len(step) > 1:
+            widest = max(len(plan.tokens) for plan in step)
+            decoding = all(row.count == 1 for plan in step for row in plan.rows)
+            for plan in step:
+                plan.widest, plan.decoding = widest, decoding
+        return step
 
     def apply(self, rank: int, result: StepResult, now: float) -> list[Output]:
         """Take the result of the oldest plan with rows of a data rank; what it added."""

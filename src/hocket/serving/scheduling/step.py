@@ -12,7 +12,8 @@ are, in row order: none, the last one, or all of them. Workers keep, for each sl
 `admitted`: a slot may be given to another request within one plan. A row of an admitted slot
 begins with an empty block table; its `new_blocks` then also hold what the prefix cache lent.
 
-    plan frame    "hkSP" version | number, rows, blocks, tokens, released, admitted, snapshots
+    plan frame    "hkSP" version | number, rows, blocks, tokens, released, admitted, snapshots,
+                  widest, decoding
                   int32 columns  slot* start* count* logits* blocks-of-row* next_token*
                   int32          new blocks | tokens | released | row, load, save, cut of snapshots
                   admissions
@@ -38,7 +39,7 @@ ALL: Final = 2
 UNKNOWN: Final = -1
 """A token that the plan before samples."""
 
-_PLAN = struct.Struct("<4sIQ6I")
+_PLAN = struct.Struct("<4sIQ8I")
 _RESULT = struct.Struct("<4sIQ6I")
 _PLAN_MAGIC = b"hkSP"
 _RESULT_MAGIC = b"hkSR"
@@ -105,6 +106,8 @@ class StepPlan:
         admitted: requests that got a slot, given before their first row.
         released: slots freed since the plan before; to be done before `admitted`.
         snapshots: of recurrent states, where the model has any.
+        widest: tokens of the data rank that has most of them in this step; 0: of this one alone.
+        decoding: whether every row of every other data rank adds one token.
     """
 
     number: int
@@ -113,6 +116,8 @@ class StepPlan:
     admitted: list[Admission] = dataclasses.field(default_factory=list)
     released: list[int] = dataclasses.field(default_factory=list)
     snapshots: list[Snapshot] = dataclasses.field(default_factory=list)
+    widest: int = 0
+    decoding: bool = True
 
     @property
     def num_logits(self) -> int:
@@ -140,6 +145,7 @@ class StepPlan:
         head = _PLAN.pack(
             _PLAN_MAGIC, VERSION, self.number, len(rows), blocks, len(self.tokens),
             len(self.released), len(self.admitted), len(self.snapshots),
+            self.widest, self.decoding,
         )  # fmt: skip
         parts = [head, column(ints), *map(encode_admission, self.admitted)]
         return b"".join(parts)
@@ -152,7 +158,11 @@ class StepPlan:
             FrameError: anything but what `encode` made.
         """
         reader = Reader(buffer, "step plan", _PLAN, _PLAN_MAGIC)
-        number, rows, blocks, tokens, released, admitted, copied = reader.head
+        number, rows, blocks, tokens, released, admitted, copied, widest, decoding = reader.head
+        reader.check(decoding < 2, f"decoding is {decoding}")
+        reader.check(
+            not widest or widest >= tokens, f"it holds {tokens} tokens, the widest {widest}"
+        )
         ints = reader.ints(6 * rows + blocks + tokens + released + 4 * copied)
         copies = ints[len(ints) - 4 * copied :]
         del ints[len(ints) - 4 * copied :]
@@ -193,7 +203,8 @@ class StepPlan:
         admissions = [decode_admission(reader) for _ in range(admitted)]
         reader.end()
         made = list(map(BatchRow, slots, starts, counts, logits, given, nexts))
-        return cls(number, made, token_ids, admissions, freed, snapshots)
+        decode = bool(decoding)
+        return cls(number, made, token_ids, admissions, freed, snapshots, widest, decode)
 
 
 @dataclasses.dataclass(slots=True)
