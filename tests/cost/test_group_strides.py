@@ -18,16 +18,20 @@ AXES = ("tp", "cp", "dp", "pp", "embedding", "expert", "expert_data")
 
 
 def layouts() -> Iterator[Layout]:
-    """Legal layouts with every axis, without ZeRO."""
+    """Legal layouts with every axis, and with states that some or all data ranks share."""
     draw = random.Random(0)
-    for _ in range(1500):
+    for _ in range(2000):
+        zero = draw.choice((0, 1, 3))
         try:
             yield Layout(
-                dp=draw.choice((1, 2, 3, 4)),
+                dp=draw.choice((1, 2, 3, 4, 8, 12)),
                 cp=draw.choice((1, 2)),
                 tp=draw.choice((1, 2, 4)),
                 pp=draw.choice((1, 2, 4)),
-                ep=draw.choice((1, 2, 4)),
+                ep=draw.choice((1, 2, 4, 8)),
+                etp=draw.choice((None, None, 1, 2)),
+                zero=zero,
+                shard=draw.choice((None, 1, 2, 3, 4)) if zero else None,
             )
         except LayoutError:
             continue
@@ -50,15 +54,48 @@ def test_strides_are_those_of_the_groups() -> None:
     assert all(seen.values()), seen
 
 
-def test_state_is_shared_by_as_many_ranks_as_the_groups_have() -> None:
+def test_state_is_shared_by_the_ranks_of_the_groups() -> None:
+    """Of dense parameters by a group `shard`; of experts by those of it that are also in one group
+    `expert_data`."""
+    seen = {"all": 0, "some": 0, "experts": 0, "experts of some": 0, "uneven": 0}
     for layout in layouts():
         dense, expert = sharing(columns([layout], 4 * layout.dp))
-        data = named_groups(layout, "dp")
-        if data:
-            assert dense.ranks[0] == len(data[0]) * layout.cp
-        if layout.splits_experts and (rows := named_groups(layout, "expert_data")):
-            assert expert.ranks[0] == len(rows[0])
-            assert expert.copies[0] == 1
+        rank = tuple(range(layout.world_size))
+        alone = {r: frozenset((r,)) for r in rank}
+        data, shards, copies = (
+            alone | {r: frozenset(row) for row in rows for r in row}
+            for rows in (layout.data_groups(), layout.shard_groups(),
+                         layout.expert_groups("expert_data"))
+        )  # fmt: skip
+        assert {len(data[r]) for r in rank} == {dense.holders[0]}
+        if layout.zero:
+            assert {len(shards[r]) for r in rank} == {dense.ranks[0]}, str(layout)
+            apart = {b - a for row in layout.shard_groups()
+                     for a, b in itertools.pairwise(row)}  # fmt: skip
+            assert apart <= {dense.stride[0]}, str(layout)
+            seen["all" if layout.shard in (None, layout.dp) else "some"] += 1
+        if not layout.splits_experts:
+            continue
+        seen["experts"] += 1
+        assert {len(copies[r]) for r in rank} == {expert.holders[0]}, str(layout)
+        apart = {b - a for r in rank for a, b in itertools.pairwise(sorted(copies[r]))}
+        assert apart <= {expert.stride[0]}, str(layout)
+        if not layout.zero:
+            continue
+        near = layout.shard or layout.dp
+        neighbours = {  # ranks of the same data ranks as `shard` has, whatever their tensor rank
+            r: {s for s in copies[r]
+                if layout.coordinate(s)["dp"] // near == layout.coordinate(r)["dp"] // near}
+            for r in rank
+        }  # fmt: skip
+        sizes = {len(found) for found in neighbours.values()}
+        if len(sizes) == 1:
+            assert sizes == {expert.ranks[0]}, str(layout)
+            seen["experts of some"] += near < layout.dp
+        else:  # copies of experts that lie across shards: fewer share, never more
+            assert expert.ranks[0] <= max(sizes), str(layout)
+            seen["uneven"] += 1
+    assert min(seen.values()) > 5, seen
 
 
 def test_each_rank_is_in_one_expert_group() -> None:

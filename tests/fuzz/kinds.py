@@ -419,7 +419,8 @@ MODEL_PLANNED = "tiny-qwen3"
 PLANNED: dict[str, Any] = {"cluster": "2xH100-SXM", "global_batch": 4}
 TOOL_FILES = {
     "torchtitan-0.2.2": "job.toml", "torchtitan": "job.py", "deepspeed": "ds.json",
-    "accelerate": "accelerate.yaml", "megatron": "train.sh",
+    "accelerate": "accelerate.yaml", "megatron": "train.sh", "megatron-bridge": "bridge.py",
+    "automodel": "recipe.yaml",
 }  # fmt: skip
 _TITAN = """import os
 def mine():
@@ -479,6 +480,15 @@ def _serve_line(folder: Path) -> None:
     )
 
 
+def _sglang_line(folder: Path) -> None:
+    (folder / "serve.sh").write_text(
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --tp-size 2 --dp-size 1 "
+        "--max-running-requests 128 --chunked-prefill-size 4096 --context-length 4096 "
+        "--mem-fraction-static 0.9 --attn-dp-size 1 --port 8000\n"
+    )
+
+
+@kind("plan --from sglang", "serve.sh", _sglang_line, mutate.damaged)
 @kind("plan --from vllm", "serve.sh", _serve_line, mutate.damaged)
 def _read_serve_line(folder: Path) -> None:
     from hocket.jobs.plan_from import serve_from

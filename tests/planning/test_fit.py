@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from hocket.catalogue import hardware, shapes
 from hocket.planning.fit import HEADROOM
 from hocket.planning.plan import plan, plan_one
 from hocket.planning.problem import Problem
+from hocket.planning.tools.megatron import LIMITS
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import RECOMPUTE, Layout
@@ -53,6 +56,34 @@ def test_no_layout_without_context_parallelism_beats_the_published_one_by_far() 
     best = plan(LLAMA_405B, top=1, pins={"cp": 1}, everything=True).best
     assert published.step_seconds.median <= 1.05 * best.step_seconds.median
     assert best.layout.tp <= 8
+
+
+def test_the_published_layout_is_near_the_best_of_all() -> None:
+    """The goal is 5%; docs/reference/accuracy.md has the reasons for what is missing."""
+    (published,) = plan_one(LLAMA_405B, Layout.parse(PUBLISHED)).layouts
+    best = plan(dataclasses.replace(LLAMA_405B, limits=(LIMITS,)), top=1, everything=True).best
+    assert published.step_seconds.median <= 1.09 * best.step_seconds.median
+    assert best.layout.cp > 1  # else nothing of the above is needed
+
+
+@pytest.mark.parametrize(
+    ("cluster", "axes", "microbatches", "seq_len", "global_batch", "teraflops"),
+    [
+        ("1024x8xH100-SXM", "dp64.pp16.tp8", 32, 8192, 2048, 430),
+        ("2048x8xH100-SXM", "dp128.pp16.tp8", 16, 8192, 2048, 400),
+        ("2048x8xH100-SXM", "dp8.pp16.cp16.tp8", 16, 131072, 128, 380),
+    ],
+)
+def test_table_4_of_llama_3(
+    cluster: str, axes: str, microbatches: int, seq_len: int, global_batch: int, teraflops: int
+) -> None:
+    """Grattafiori et al. 2024, table 4: BF16 TFLOP/s of a GPU, attention's counted."""
+    problem = dataclasses.replace(
+        LLAMA_405B, cluster=hardware.cluster(cluster), seq_len=seq_len, global_batch=global_batch
+    )
+    text = PUBLISHED.partition(":")[2].replace("microbatches=16", f"microbatches={microbatches}")
+    (found,) = plan_one(problem, Layout.parse(f"{axes}:{text}")).layouts
+    assert found.mfu.median * 989 == pytest.approx(teraflops, rel=0.13)
 
 
 def test_light_ends_are_among_the_layouts() -> None:

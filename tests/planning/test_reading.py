@@ -2,76 +2,194 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hocket.jobs.plan_from import plan_from, reading_text
+from hocket.planning.forecast import LayoutForecast
 from hocket.planning.layouts import layout_at
 from hocket.planning.plan import plan_one
-from hocket.planning.reading import file, sections, words
+from hocket.planning.problem import Problem
+from hocket.planning.reading import file, sections, servers, words
 from hocket.planning.reading.configuration import LARGEST_FILE
-from hocket.planning.reading.tools import READERS, megatron_layers
-from hocket.planning.tools.emit import TOOLS, emit, job
+from hocket.planning.reading.megatron import megatron_layers
+from hocket.planning.reading.tools import READERS
+from hocket.planning.service.emit import SERVERS, Deployment, command
+from hocket.planning.tools.emit import TOOLS, emit, job, reasons
+from hocket.planning.tools.job import ToolJob
 from hocket.planning.tools.limits import division
-from hocket.spec.errors import OptionError
+from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
-from tests.planning.test_tools import DENSE
+from tests.planning.test_service_emit import LLAMA
+from tests.planning.test_tools import DENSE, EXPERTS
+from tests.rotation import seed
 
-READ = ("megatron", "torchtitan", "torchtitan-0.2.2", "deepspeed", "accelerate")
+MADE = 14
+"""Layouts of each tool and problem."""
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("tool", READ)
-def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str) -> None:
+def runnable(tool: str, problem: Problem) -> Iterator[LayoutForecast]:
+    """Random layouts that a tool can run and its file can hold, with rank orders and offload."""
     limits = TOOLS[tool].limits
-    bounded = dataclasses.replace(DENSE, limits=(limits,), division=division([limits]))
-    rows = bounded.legal(32)
-    known = plan_one(DENSE, Layout(dp=32)).best
-    made = []
-    for index in random.Random(2).sample(range(len(rows)), min(400, len(rows))):
+    rows = problem.legal(32)
+    known = plan_one(problem, Layout(dp=32)).best
+    draw = random.Random(seed())
+    for index in draw.sample(range(len(rows)), min(4000, len(rows))):
         layout = layout_at(rows, index)
-        if tool == "deepspeed" and layout.pp > 1:
-            continue  # a pipeline is set in code
-        if layout.recompute == "selective" or (tool != "megatron" and layout.ep > 1):
-            continue
-        if tool in ("deepspeed",) and layout.recompute != "none":
-            continue  # set in code
         if not limits.any_split and layout.pp > 1:
             layout = dataclasses.replace(layout, pipeline_split="even")
+        if problem.facts.experts and "modules" in limits.recompute and draw.random() < 0.3:
+            layout = dataclasses.replace(layout, recompute="modules")
         size = 64 // layout.dp // (layout.microbatches or 1)
-        context = limits.context[-1] if layout.cp > 1 else ""
-        found = dataclasses.replace(known, layout=layout, microbatch=size, context=context)
-        made.append((job(bounded, found), emit(tool, bounded, found)))
-        if len(made) == 12:
-            break
-    assert len(made) == 12
+        context = draw.choice(limits.context) if layout.cp > 1 else ""
+        plain = found = dataclasses.replace(known, layout=layout, microbatch=size, context=context)
+        for changes in (
+            {"order": draw.choice([("tp", "cp", "pp", "dp"), layout.order])},
+            {"offload": draw.choice(limits.offload)},
+        ):
+            try:
+                changed = dataclasses.replace(found.layout, **changes)  # type: ignore[arg-type]
+            except LayoutError:
+                continue
+            other = dataclasses.replace(found, layout=changed)
+            found = found if reasons(limits, problem, other) else other
+        if reasons(limits, problem, plain):
+            continue
+        if tool == "deepspeed" and (layout.pp > 1 or layout.recompute != "none"):
+            continue  # set in code
+        if "torchtitan" in tool and layout.recompute == "selective":
+            continue  # of operations, which is estimated as none
+        yield found
+
+
+def expected(tool: str, one: ToolJob, read: Layout) -> Layout:
+    """The layout of a job as its file has it: `read` where the file cannot have a field, or where
+    all its values mean the same."""
+    layout = one.layout
+    if layout.shard == layout.dp or not layout.zero:
+        layout = dataclasses.replace(layout, shard=None)
+    if tool == "accelerate":  # batches are set in the script
+        layout = dataclasses.replace(layout, microbatches=read.microbatches)
+        if layout.zero == 0:
+            layout = dataclasses.replace(layout, recompute=read.recompute)
+    if layout.dp * layout.cp == 1:  # a state that no other rank could share
+        layout = dataclasses.replace(layout, zero=read.zero, shard=read.shard, offload=read.offload)
+    # Axes of degree 1 are anywhere in an order.
+    split = [axis for axis in layout.order if layout.degree(axis) > 1]
+    if split == [axis for axis in read.order if axis in split]:
+        layout = dataclasses.replace(layout, order=read.order)
+    return layout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str, problem: Problem) -> None:
+    limits = TOOLS[tool].limits
+    bounded = dataclasses.replace(problem, limits=(limits,), division=division([limits]))
+    made = []
+    for found in itertools.islice(runnable(tool, bounded), MADE):
+        precisions = [p for p in limits.precisions if p not in ("fp4", "fp32")]
+        if found.layout.recompute == "modules":
+            precisions = ["bf16"]
+        precision = precisions[len(made) % len(precisions)]
+        asked = dataclasses.replace(bounded, precision=precision)
+        made.append((job(asked, found), emit(tool, asked, found)))
+    assert len(made) == MADE
+    if problem is EXPERTS and "ep" in limits.axes:
+        assert any(one.layout.ep > 1 for one, _ in made)
     for (one, text), (_, other) in zip(made, made[1:] + made[:1], strict=True):
         for written in (text, file.changed(other, READERS[tool](other), one)):
             read = READERS[tool](written)
             assert not read.unread, (read.unread, written)
-            layout = read.layout(32, read.global_batch or 64)
-            cut = (
-                DENSE.cut(layout)
-                if isinstance(layout.pipeline_split, str)
-                else layout.pipeline_split
-            )
-            expected = dataclasses.replace(one.layout, offload="none")
-            if expected.shard == expected.dp:
-                expected = dataclasses.replace(expected, shard=None)
-            if expected.zero == 0 or tool == "accelerate":
-                expected = dataclasses.replace(expected, microbatches=layout.microbatches)
-            if expected.dp * expected.cp == 1:  # a state that no other rank could share
-                expected = dataclasses.replace(expected, zero=layout.zero)
-            if tool == "accelerate" and expected.zero == 0:
-                expected = dataclasses.replace(expected, recompute=layout.recompute)
-            assert dataclasses.replace(layout, pipeline_split=cut) == expected, written
+            layout = read.layout(32, read.global_batch or 64, problem.facts.layers)
+            given = dataclasses.replace(problem, division=layout.pipeline_split)
+            layout = dataclasses.replace(layout, pipeline_split=given.cut(layout))
+            assert layout == expected(tool, one, layout), written
+            assert read.precision == one.facts.precision, written
             if tool != "accelerate":
                 assert read.microbatch == one.microbatch
-                assert read.precision == "bf16"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_servers_command_reads_back_and_edits_into_others(server: str) -> None:
+    draw = random.Random(seed())
+    made: list[tuple[Deployment, str]] = []
+    while len(made) < 60:
+        one = dataclasses.replace(
+            LLAMA,
+            tp=draw.choice([1, 2, 4, 8, 16]),
+            pp=draw.choice([1, 1, 2, 3, 4]),
+            replicas=draw.choice([1, 2, 4]),
+            max_num_batched_tokens=draw.choice([512, 2048, 8192]),
+            precision=draw.choice(["bf16", "fp16", "fp8"]),
+            experts=draw.choice([0, 128]),
+        )
+        one = dataclasses.replace(one, ep=draw.choice([1, 2, 8]) if one.experts else 1)
+        with contextlib.suppress(OptionError):
+            made.append((one, command(server, one)))
+    for (one, text), (_, other) in zip(made, made[1:] + made[:1], strict=True):
+        for written in (text, servers.changed_command(other, server, text)):
+            read = READERS[server](written)
+            assert not read.unread, (read.unread, written)
+            assert not read.notes, (read.notes, written)
+            assert read.model == LLAMA.model
+            data = read.data_ranks or 1
+            assert (read.fields["tp"], read.fields["pp"]) == (one.tp, one.pp), written
+            assert read.fields.get("ep", 1) == one.ep, written
+            # Replicas that the server does not start itself are in a comment.
+            assert data in (one.ep, one.ep * one.replicas), written
+            assert (data == one.ep) == (one.replicas == 1 or f"start {one.replicas} of" in text)
+            assert read.microbatch == one.max_num_batched_tokens
+            assert read.seq_len == one.tokens
+            assert read.precision == one.precision
+            assert ("_PARTITION" in written) == (one.pp > 1 and one.layers % one.pp > 0), written
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "why"),
+    [
+        ("vllm", "vllm serve M -tp 8 -dcp 2", "--decode-context-parallel-size 2"),
+        ("vllm", "vllm serve M -pcp 4", "--prefill-context-parallel-size 4"),
+        ("sglang", "python -m sglang.launch_server --tp 8 --dcp-size 2", "--dcp-size 2"),
+        ("sglang", "python -m sglang.launch_server --tp 8 --attn-dp-size 3", "--attn-dp-size 3"),
+        ("sglang", "python -m sglang.launch_server --tp 8 --attn-dp-size 8 --ep 4", "--ep-size 4"),
+        ("automodel", "distributed:\n  ep_size: 8", "ep_size 8"),
+        ("automodel", "distributed:\n  strategy: other", "strategy other"),
+        ("torchtitan-0.2.2", "[parallelism]\nexpert_parallel_degree = 8\n"
+         "tensor_parallel_degree = 4\nexpert_tensor_parallel_degree = 2", "degree 2 with tp 4"),
+        ("megatron-bridge", "c.model.cp_comm_type = 'a2a+p2p'", "a2a"),
+    ],
+)  # fmt: skip
+def test_what_has_no_layout_is_rejected_by_name(tool: str, text: str, why: str) -> None:
+    with pytest.raises(OptionError, match=why):
+        READERS[tool](text)
+
+
+def test_kinds_of_files_that_share_an_ending() -> None:
+    assert file.kind("a.py", "cfg.model.tensor_model_parallel_size = 2") == "megatron-bridge"
+    assert file.kind("a.py", "c.parallelism.tensor_parallel_degree = 2") == "torchtitan-python"
+    assert file.kind("a.yaml", "distributed:\n  tp_size: 2") == "automodel"
+    assert file.kind("a.yaml", "distributed_type: FSDP") == "accelerate"
+    assert file.kind("a.sh", "python -m sglang.launch_server --tp 2") == "sglang"
+    again = READERS["sglang"](
+        "python -m sglang.launch_server --model m/x --tp 8 --dp 4 --enable-dp-attention --ep 8"
+    )
+    assert again.fields == {"tp": 2, "pp": 1, "ep": 4}
+    assert (again.data_ranks, again.world) == (4, 8)
+    looped = READERS["automodel"](
+        "distributed:\n  pp_size: 2\n  pipeline:\n    layers_per_stage: 4\n"
+    )
+    assert looped.layout(2, None, 32).virtual_stages == 4
+    with pytest.raises(OptionError, match="30 layers do not divide"):
+        looped.layout(2, None, 30)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +310,8 @@ def test_megatrons_layouts() -> None:
 def test_edits_keep_what_they_do_not_change() -> None:
     script = "run \\\n  --tp 2 \\\n  --keep x \\\n  --sp\n"
     assert words.edit(script, {"--tp": 4, "--sp": None}) == "run \\\n  --tp 4 \\\n  --keep x\n"
+    note = "# --tp 8: too many\nrun --tp 2  # was --sp\n"
+    assert words.edit(note, {"--tp": 4, "--sp": None}) == note.replace("--tp 2", "--tp 4")
     toml = '# mine\n[a]\nx = 1  # why\n\n[b]\ny = [\n  1,\n]\nz = "s"\n'
     new = sections.edit(toml, "toml", {"a.x": 2, "b.y": None, "b.w": 3})
     assert new == '# mine\n[a]\nx = 2  # why\n\n[b]\nz = "s"\nw = 3\n'

@@ -44,8 +44,9 @@ class PlanFlags:
             torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm,
             sglang or hocket. Only layouts that the tool can run are ranked.
         source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
-            flags or launch script, DeepSpeed JSON, accelerate YAML, with --serve a `vllm serve`
-            line) and print a better one as a diff. The file is parsed, never executed.
+            flags or launch script, Megatron-Bridge Python, DeepSpeed JSON, accelerate or Automodel
+            YAML, with --serve a vLLM or SGLang command) and print a better one as a diff. The file
+            is parsed, never executed.
         dtype: matmul precision (default: bf16; fp16 on GPUs without bf16; fp32 on CPU). One of:
             bf16, fp16, fp8, tf32, fp32.
         grad_dtype: gradient type, as in `hocket train` (default: fp32). One of: fp32, bf16.

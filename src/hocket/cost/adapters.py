@@ -121,7 +121,7 @@ def _adapted(
     width = element_bytes / 2  # elements are counted as of 16 bits
     for p in chosen:
         own = next((w for w in block.weights if w.name.startswith(f"{p.name}.")), None)
-        units = own.units if own is not None else 1
+        units = own.units if own is not None else p.k if p.split == "row" else p.n
         first = "row" if p.split == "row" else "outside"
         second = "outside" if p.split in ("row", "outside") else p.split
         thin = f"{p.name}.lora_A", f"{p.name}.lora_B"

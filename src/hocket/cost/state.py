@@ -63,12 +63,12 @@ class StateSharing:
 
 def local(block: BlockTerms, at: Layouts) -> Parameters:
     """Parameters of a block on one rank."""
-    return _divided(block.weights_inside, block.weights_outside, block.weights_expert, at)
+    return _divided(block, "weights", at)
 
 
 def local_trained(block: BlockTerms, at: Layouts) -> Parameters:
     """Those of `local` that are trained."""
-    return _divided(block.trained_inside, block.trained_outside, block.trained_expert, at)
+    return _divided(block, "trained", at)
 
 
 def imbalance_of(at: Layouts, constants: Constants) -> Floats:
@@ -78,8 +78,13 @@ def imbalance_of(at: Layouts, constants: Constants) -> Floats:
     return found
 
 
-def _divided(inside: Floats, outside: Floats, expert: Floats, at: Layouts) -> Parameters:
-    return Parameters(inside / at.tp + outside, expert / (expert_tp(at) * at.ep))
+def _divided(block: BlockTerms, which: str, at: Layouts) -> Parameters:
+    inside, copied, outside, expert = (
+        getattr(block, f"{which}_{kind}") for kind in ("inside", "copied", "outside", "expert")
+    )
+    # More tensor ranks than key/value heads: each rank holds one head, and several the same one.
+    heads = copied * np.maximum(1 / at.tp, 1 / block.copied_units)
+    return Parameters(inside / at.tp + heads + outside, expert / (expert_tp(at) * at.ep))
 
 
 def sharing(at: Layouts) -> tuple[StateSharing, StateSharing]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hocket.cost.local import together
-from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape
+from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape, Weight
 
 Floats = NDArray[np.float64]
 
@@ -81,7 +81,9 @@ class BlockTerms:
         saved_routed: of `saved`, rows of tokens on the ranks of their experts.
         saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
             up-projections) makes again.
-        weights: parameters by what divides them: tensor parallelism, nothing, experts.
+        weights: parameters by what divides them: tensor parallelism, nothing, experts; `copied`
+            those of `copied_units` key/value heads, which tensor parallelism divides and, where it
+            has more ranks, copies.
         trained: those of them that are not frozen.
     """
 
@@ -107,10 +109,13 @@ class BlockTerms:
     saved_modules_outside: Floats
     saved_routed_inside: Floats
     saved_routed_outside: Floats
+    copied_units: Floats
     weights_inside: Floats
+    weights_copied: Floats
     weights_outside: Floats
     weights_expert: Floats
     trained_inside: Floats
+    trained_copied: Floats
     trained_outside: Floats
     trained_expert: Floats
 
@@ -293,15 +298,19 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
     experts = tuple(p.name for p in block.products if p.groups > 1)
     outputs = _expert_outputs(block)
 
-    def weights(*splits: str, trained: bool = False) -> Floats:
+    units = min((a.kv_heads for a in block.attention), default=0)
+
+    def divided_by(w: Weight) -> str:
         """Stacked experts count as such even where tensor parallelism does not split them."""
-        found = 0.0
-        for w in block.weights:
-            if trained and w.frozen:
-                continue
-            expert = w.split == "expert" or (bool(experts) and w.name.startswith(experts))
-            found += w.elements * (("expert" if expert else w.split) in splits)
-        return _one(found)
+        if w.split == "expert" or (bool(experts) and w.name.startswith(experts)):
+            return "expert"
+        if w.split == "outside":
+            return "outside"
+        return "copied" if w.units <= units else "inside"
+
+    def weights(kind: str, *, trained: bool = False) -> Floats:
+        chosen = (w for w in block.weights if not (trained and w.frozen))
+        return _one(sum(w.elements for w in chosen if divided_by(w) == kind))
 
     squares = [m for m in block.unfused if m.square]
     heads = max(sum(a.heads for a in block.attention), 1)
@@ -370,9 +379,13 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         saved_routed_inside=_one(_routed(block, outside=False)),
         saved_routed_outside=_one(_routed(block, outside=True)),
         weights_inside=weights("inside", "column", "row", "vocab"),
+        copied_units=_one(max(units, 1)),
+        weights_inside=weights("inside"),
+        weights_copied=weights("copied"),
         weights_outside=weights("outside"),
         weights_expert=weights("expert"),
-        trained_inside=weights("inside", "column", "row", "vocab", trained=True),
+        trained_inside=weights("inside", trained=True),
+        trained_copied=weights("copied", trained=True),
         trained_outside=weights("outside", trained=True),
         trained_expert=weights("expert", trained=True),
     )

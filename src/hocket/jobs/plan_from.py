@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.plan import plan, table
+from hocket.jobs.plan import plan, shape_of, table
 from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -66,8 +65,9 @@ def plan_from(
     """Predict a configuration of another tool, and find a better one that the tool can run.
 
     Args:
-        file: torchtitan TOML or Python, DeepSpeed JSON, accelerate YAML, a line or script with
-            Megatron's or torchtitan's flags. It is parsed and never executed.
+        file: torchtitan TOML or Python, Megatron-Bridge's Python, DeepSpeed JSON, accelerate's or
+            Automodel's YAML, a line or script with Megatron's or torchtitan's flags. It is parsed
+            and never executed.
         model ... precision: what the file leaves out; given both ways, they must agree.
 
     Raises:
@@ -75,11 +75,11 @@ def plan_from(
         LayoutError: a layout that does not fit model, batch or GPUs.
     """
     from hocket.planning.reading.file import changed, difference, read, target
-    from hocket.planning.tools.emit import job
+    from hocket.planning.tools.emit import SERVERS, job
     from hocket.planning.tools.megatron import environment
 
     text, found = read(file)
-    if found.tool == "vllm":
+    if found.tool in SERVERS:
         raise OptionError(
             f"--from {file}: a server's command, and this plans a training step",
             hint=f"hocket plan --serve --from {file} ...",
@@ -97,7 +97,8 @@ def plan_from(
             f"{file} is for {found.world} GPUs, and {cluster} has {gpus}",
             hint=f"--cluster with {found.world} GPUs",
         )
-    predicted = plan(name, layout=found.layout(gpus, batch), **asked)
+    layers = len(shape_of(name).layers) if found.layers_per_stage else None
+    predicted = plan(name, layout=found.layout(gpus, batch, layers), **asked)
     tool = target(found)
     searched = plan(name, emit=tool, top=1, **asked)
     best = searched.best
@@ -110,7 +111,7 @@ def plan_from(
     return ReadPlan(
         file=file, configuration=found, predicted=predicted, better=best,
         diff=difference(os.path.basename(file), text, new), searched=searched.problem,
-        environment=(environment(chosen) or "") if tool == "megatron" else "",
+        environment=(environment(chosen) or "") if tool.startswith("megatron") else "",
     )  # fmt: skip
 
 
@@ -136,7 +137,8 @@ def reading_text(reading: ReadPlan) -> str:
 
 
 def serve_from(file: str, *, model: str = "", cluster: str | None = None, **asked: Any) -> str:
-    """The same for a `vllm serve` line: its deployment, and a cheaper one with the changed line.
+    """The same for a server's command (vLLM, SGLang): its deployment, and a cheaper one with the
+    changed command.
 
     Args:
         asked: the load, as `jobs.serving.plan.serve_plan` takes it.
@@ -146,13 +148,13 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     """
     from hocket.jobs.serving import table as serve_table
     from hocket.jobs.serving.plan import serve_plan
-    from hocket.planning.reading import words
+    from hocket.planning.reading import servers
     from hocket.planning.reading.file import difference, read
-    from hocket.planning.reading.tools import SHORT
+    from hocket.planning.tools.emit import SERVERS
     from hocket.spec.layout import Layout
 
     text, found = read(file)
-    if found.tool != "vllm":
+    if found.tool not in SERVERS:
         raise OptionError(
             f"--from {file}: a configuration of {found.tool}, which trains",
             hint=f"hocket plan --from {file} --cluster 8xH100-SXM",
@@ -161,16 +163,13 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
         raise OptionError("which GPUs?", hint="--cluster H100-SXM-80")
     name = _model(found.model, model)
     asked.setdefault("precision", found.precision)
-    asked.setdefault("engine", "vllm")
+    asked.setdefault("engine", found.tool)
     layout = Layout(dp=found.data_ranks or 1, **found.fields)
     pins = (f"max_num_batched_tokens={found.microbatch}",) if found.microbatch else ()
     (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **asked)
     (best,) = serve_plan(name, cluster=cluster, top=1, **asked)
-    given = words.flags(serve_table.emitted(best, "vllm"))[1]
-    short = {name: key for key, name in SHORT.items() if re.search(rf"(^|\s){key}\s", text)}
-    changes = {short.get(k, k): True if v is None else v for k, v in given.items()}
-    new = words.edit(text, changes)
-    lines = [f"{os.path.basename(file)}, read as vllm: {layout}", *_said(found), ""]
+    new = servers.changed_command(text, found.tool, serve_table.emitted(best, found.tool))
+    lines = [f"{os.path.basename(file)}, read as {found.tool}: {layout}", *_said(found), ""]
     lines += [serve_table.text([here]), ""]
     if best.best is None or here.best is None or best.best.layout == here.best.layout:
         lines.append("No layout of these GPUs is cheaper.")

@@ -66,7 +66,7 @@ def decoder(
             attention=(_attention(hidden, heads, kv_heads),),
             memory_bound=tuple(_memory_bound(hidden, kv, ffn, gated, dropout)),
             saved=tuple(_saved(hidden, heads, kv, ffn, gated=gated, dropout=dropout)),
-            weights=tuple(_weights(hidden, kv, ffn, gated)),
+            weights=tuple(_weights(hidden, kv, ffn, gated=gated, heads=heads, kv_heads=kv_heads)),
             unfused=(_scores(heads, dropout),),
         ),
         "embedding": _embedding(hidden, vocab, positions, dropout),
@@ -211,18 +211,30 @@ def _saved(
     )
 
 
-def _weights(hidden: int, kv: int, ffn: int, gated: bool) -> Iterable[Weight]:
+def attention_weights(
+    query: int, key_value: int, output: int, heads: int, kv_heads: int
+) -> tuple[Weight, ...]:
+    """Weights of an attention block from their elements, in the units that ranks hold whole."""
+    return (
+        Weight(name="attention.query", elements=query, split="column", units=heads),
+        Weight(name="attention.key_value", elements=key_value, split="column", units=kv_heads),
+        Weight(name="attention.output", elements=output, split="row", units=heads),
+    )
+
+
+def _weights(
+    hidden: int, kv: int, ffn: int, *, gated: bool, heads: int, kv_heads: int
+) -> Iterable[Weight]:
     bias = 0 if gated else 1
-    fused, inputs = hidden + 2 * kv, 2 if gated else 1
-    yield Weight(name="query_key_value", elements=fused * (hidden + bias), split="column")
-    yield Weight(name="attention_output", elements=hidden * hidden, split="row")
-    yield Weight(name="up", elements=inputs * ffn * (hidden + bias), split="column")
-    yield Weight(name="down", elements=ffn * hidden, split="row")
+    inputs, width = 2 if gated else 1, hidden + bias
+    yield from attention_weights(hidden * width, 2 * kv * width, hidden * hidden, heads, kv_heads)
+    yield Weight(name="up", elements=inputs * ffn * width, split="column", units=ffn)
+    yield Weight(name="down", elements=ffn * hidden, split="row", units=ffn)
     yield Weight(name="norms_and_biases", elements=(2 + 4 * bias) * hidden, split="outside")
 
 
 def _table(hidden: int, vocab: int, name: str = "table") -> Weight:
-    return Weight(name=name, elements=vocab * hidden, split="vocab")
+    return Weight(name=name, elements=vocab * hidden, split="vocab", units=vocab)
 
 
 def _embedding(hidden: int, vocab: int, positions: int, dropout: bool) -> BlockShape:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hocket.planning.decoder import decoder
+from hocket.planning.decoder import attention_weights, decoder
 from hocket.spec.model_shape import (
     Attention,
     BlockShape,
@@ -106,6 +106,7 @@ def _wide(block: BlockShape, h: int, heads: int, kv_heads: int, width: int) -> B
         ),
         (Saved(name="query, key, value", bytes=2.0 * (q + 2 * kv), split="inside", view="fused"),),
         q,
+        weights=attention_weights(q * h, 2 * kv * h, h * q, heads, kv_heads),
     )
 
 
@@ -143,7 +144,14 @@ def _latent(block: BlockShape, h: int, heads: int) -> BlockShape:
         Saved(name="self_attn value", bytes=2.0 * heads * VALUE, split="inside", view="fused"),
         Saved(name="latent vectors", bytes=4.0 * (LATENT + ROPE), split="outside", view="fused"),
     )
-    return _with_attention(block, core, tuple(products), saved, heads * VALUE)
+    weights = tuple(
+        Weight(
+            name=f"{p.name}.weight", elements=p.n * p.k, split=p.split,
+            units=1 if p.split == "outside" else heads,
+        )
+        for p in products
+    )  # fmt: skip
+    return _with_attention(block, core, tuple(products), saved, heads * VALUE, weights=weights)
 
 
 def _with_attention(
@@ -152,20 +160,19 @@ def _with_attention(
     products: tuple[MatrixProduct, ...],
     saved: tuple[Saved, ...],
     width: int,
+    *,
+    weights: tuple[Weight, ...],
 ) -> BlockShape:
     """A block with another attention, whose output has `width` elements of a token."""
     outputs = Saved(name="attention output", bytes=2.0 * width, split="inside", view="fused")
     kept = [s for s in block.saved if s.name not in ("query, key, value", "attention output")]
-    weights = [w for w in block.weights if w.name not in ("query_key_value", "attention_output")]
+    others = [w for w in block.weights if not w.name.startswith("attention.")]
     return dataclasses.replace(
         block,
         attention=(core,),
         products=(*products, *(p for p in block.products if p.name.startswith("mlp"))),
         saved=(*kept, *saved, outputs),
-        weights=(
-            *(Weight(name=f"{p.name}.weight", elements=p.n * p.k, split=p.split) for p in products),
-            *weights,
-        ),
+        weights=(*weights, *others),
     )
 
 
@@ -214,8 +221,13 @@ def _experts(
     weights = [w for w in block.weights if w.name not in ("up", "down")]
     weights += [
         Weight(name="mlp.gate.weight", elements=experts * h, split="outside"),
-        Weight(name="mlp.experts.gate_up_proj", elements=2 * experts * ffn * h, split="expert"),
-        Weight(name="mlp.experts.down_proj", elements=experts * ffn * h, split="expert"),
+        Weight(
+            name="mlp.experts.gate_up_proj",
+            elements=2 * experts * ffn * h,
+            split="expert",
+            units=ffn,
+        ),
+        Weight(name="mlp.experts.down_proj", elements=experts * ffn * h, split="expert", units=ffn),
     ]
     if shared:
         products += [
@@ -230,8 +242,8 @@ def _experts(
             fused("mlp.shared_experts", 4.0 * shared, "inside"),
         ]
         weights += [
-            Weight(name="shared.up", elements=2 * shared * h, split="column"),
-            Weight(name="shared.down", elements=shared * h, split="row"),
+            Weight(name="shared.up", elements=2 * shared * h, split="column", units=shared),
+            Weight(name="shared.down", elements=shared * h, split="row", units=shared),
         ]
     return dataclasses.replace(
         block,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hocket.spec.errors import OptionError
@@ -26,6 +26,7 @@ class ToolConfiguration:
         data_ranks: dp, where the file says it. world: GPUs, likewise.
         microbatch, global_batch: sequences. seq_len: tokens.
         accumulation: microbatches of a data rank and step.
+        layers_per_stage: where the number of stages follows from the model's layers.
         model: the tool's name of the model; precision: of matrix products.
         unread: keys that have no meaning here, with their values. notes: what a reader should know.
     """
@@ -37,6 +38,7 @@ class ToolConfiguration:
     world: int | None = None
     microbatch: int | None = None
     accumulation: int | None = None
+    layers_per_stage: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
     model: str | None = None
@@ -44,11 +46,11 @@ class ToolConfiguration:
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def layout(self, gpus: int, global_batch: int | None) -> Layout:
-        """The layout on so many GPUs.
+    def layout(self, gpus: int, global_batch: int | None, layers: int | None = None) -> Layout:
+        """The layout on so many GPUs, of a model of so many layers.
 
         Raises:
-            OptionError: degrees that do not divide the GPUs, or a batch that does not divide.
+            OptionError: degrees that do not divide the GPUs, a batch or layers that do not divide.
             LayoutError: values that no layout has.
         """
         others = 1
@@ -70,6 +72,15 @@ class ToolConfiguration:
                     hint=f"--global-batch {self.microbatch * data}",
                 )
         fields = dict(self.fields)
+        pp = int(fields.get("pp", 1))
+        if self.layers_per_stage and layers is not None and pp > 1:
+            stages, rest = divmod(layers, self.layers_per_stage)
+            if rest or stages % pp:
+                raise OptionError(
+                    f"{layers} layers do not divide into stages of {self.layers_per_stage} over "
+                    f"pp {pp}",
+                )
+            fields["virtual_stages"] = stages // pp
         if self.instances > 1:
             fields["shard"] = data // self.instances
         if fields.get("shard") == data or not fields.get("zero"):
@@ -92,3 +103,14 @@ def degree(value: object, key: str) -> int:
     if found > MOST_DEGREE:
         raise OptionError(f"{key} is {found:,}; at most {MOST_DEGREE:,} is read")
     return found
+
+
+def unread(found: Mapping[str, Any], used: Iterable[str]) -> tuple[str, ...]:
+    """Keys that a reader did not use, with their values."""
+    known = set(used)
+    return tuple(f"{key} = {str(value)[:60]}" for key, value in found.items() if key not in known)
+
+
+def not_a_layout(what: str) -> OptionError:
+    """The error for what a tool can do and no layout has."""
+    return OptionError(f"the configuration has {what}, which no layout here has")

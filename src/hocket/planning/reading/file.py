@@ -21,8 +21,16 @@ _ENDINGS = {
     ".toml": "torchtitan-0.2.2", ".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate",
     ".py": "torchtitan-python",
 }  # fmt: skip
+_WITHIN = (
+    (".py", r"\b(tensor|pipeline)_model_parallel_size\b", "megatron-bridge"),
+    (".yaml", r"(?m)^(distributed|step_scheduler)\s*:", "automodel"),
+    (".yml", r"(?m)^(distributed|step_scheduler)\s*:", "automodel"),
+)
+"""Of endings that several tools have: what the text of the rarer one has."""
+
 _SIGNS = (
     (r"\bvllm\s+serve\b", "vllm"),
+    (r"\bsglang\.launch_server\b", "sglang"),
     (r"--parallelism\.", "torchtitan"),
     (r"--(tensor-model-parallel-size|micro-batch-size|use-distributed-optimizer)\b", "megatron"),
 )
@@ -54,6 +62,9 @@ def read(file: str) -> tuple[str, ToolConfiguration]:
 def kind(file: str, text: str) -> str:
     """The reader for a file, by its ending, else by its flags. Raises OptionError: none."""
     ending = os.path.splitext(file)[1]
+    for end, pattern, name in _WITHIN:
+        if ending == end and re.search(pattern, text):
+            return name
     if ending in _ENDINGS:
         return _ENDINGS[ending]
     for pattern, name in _SIGNS:
@@ -61,8 +72,8 @@ def kind(file: str, text: str) -> str:
             return name
     raise OptionError(
         f"--from {file}: it is not a configuration of a known tool",
-        hint="torchtitan TOML or .py, DeepSpeed .json, accelerate .yaml, a script with Megatron's "
-        "flags, or a `vllm serve` line",
+        hint="torchtitan TOML or .py, Megatron-Bridge .py, DeepSpeed .json, accelerate or "
+        "Automodel .yaml, a script with Megatron's flags, a `vllm serve` or an SGLang line",
     )
 
 
@@ -87,6 +98,9 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         if not count:
             text = f"{text.rstrip()} {word}\n"
         return words.edit(text, _without_defaults(text, torchtitan.flags(job)))
+    if tool == "megatron-bridge":
+        values = megatron.bridge_values(job)
+        return python.edit(text, values, defaults=megatron.BRIDGE_DEFAULTS)
     if tool == "torchtitan-python":
         return python.edit(text, _titan(job, tokens="num_tokens_per_train_step" in text))
     written = TOOLS[tool].write(job)
@@ -96,6 +110,7 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         flat = {f"{s}.{k}": v for s, values in new.items() for k, v in values.items()}
         owned = [f"parallelism.{key}" for key in (*torchtitan.parallelism(job),
                  "module_fqns_per_model_part", "expert_tensor_parallel_degree")]  # fmt: skip
+        owned += ["training.enable_cpu_offload", "training.mixed_precision_param"]
         return sections.edit(text, "toml", {**dict.fromkeys(owned), **flat})
     form = "json" if tool == "deepspeed" else "yaml"
     flat = sections.load(written, form)
@@ -112,6 +127,18 @@ def difference(file: str, old: str, new: str) -> str:
 
 
 _OWNED = {
+    "accelerate": (
+        *(f"fsdp_config.fsdp_{name}" for name in (
+            "version", "reshard_after_forward", "auto_wrap_policy", "activation_checkpointing",
+            "offload_params", "state_dict_type",
+        )),
+        *(f"parallelism_config.parallelism_config_{name}_size"
+          for name in ("dp_replicate", "dp_shard", "tp", "cp")),
+    ),
+    "automodel": (
+        "distributed.pipeline.pp_schedule", "distributed.pipeline.pp_microbatch_size",
+        "distributed.pipeline.layers_per_stage",
+    ),
     "deepspeed": (
         "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel",
         "train_batch_size", "zero_optimization.mics_shard_size", "bf16", "fp16",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hocket.spec.errors import OptionError
@@ -94,20 +95,29 @@ def _number(node: ast.expr, depth: int) -> int | None:
     return None
 
 
-def edit(text: str, changes: dict[str, Any]) -> str:
+def edit(text: str, changes: dict[str, Any], *, defaults: Mapping[str, Any] | None = None) -> str:
     """The text with other values of dotted names; what it does not set is added before its last
-    `return`, None leaves a name as it is."""
-    places = {name: node for name, node in _places(ast.parse(text)).items() if name in changes}
+    `return`. None leaves a name as it is.
+
+    Args:
+        defaults: None is a value as any other, and what the text sets and `changes` does not gets
+            the value that it has here.
+    """
+    every = _places(ast.parse(text))
+    written = {name: value for name, value in changes.items() if value is not None}
+    if defaults is not None:
+        back = {name: value for name, value in defaults.items() if name in every}
+        named = {name: value for name, value in changes.items() if name in every}
+        changes = written = back | written | named
+    places = {name: node for name, node in every.items() if name in written}
     lines = text.split("\n")
     for name, node in sorted(places.items(), key=lambda item: -item[1].lineno):
-        if changes[name] is None:
-            continue
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         # Columns of the syntax tree are bytes.
         head = lines[first].encode()[: node.col_offset].decode()
         tail = lines[last].encode()[node.end_col_offset :].decode()
         lines[first : last + 1] = [f"{head}{changes[name]!r}{tail}"]
-    added = [name for name, value in changes.items() if name not in places and value is not None]
+    added = [name for name in written if name not in places]
     ends = [i for i, line in enumerate(lines) if re.match(r"\s+return \w+\s*$", line)]
     if added and ends:
         indent, variable = re.match(r"(\s+)return (\w+)", lines[ends[-1]]).groups()  # type: ignore[union-attr]

@@ -96,6 +96,12 @@ def _edit_line(text: str, kind: str, name: str, value: Any) -> str:
                 end += 1
             if value is None:
                 del lines[i:end]
+                if (
+                    kind == "yaml"
+                    and section
+                    and not "".join(lines[first : last - end + i]).strip()
+                ):
+                    del lines[first - 1]  # nothing is left in the section
             else:
                 comment = re.search(r"\s+#[^\"']*$", lines[end - 1])
                 head = lines[i][: len(lines[i]) - len(lines[i].lstrip())]
@@ -103,6 +109,14 @@ def _edit_line(text: str, kind: str, name: str, value: Any) -> str:
             return "\n".join(lines)
     if value is None:
         return text
+    if first < 0 and kind == "yaml" and "." in section:
+        outer, _, inner = section.rpartition(".")
+        start, stop, deep = _range(lines, kind, outer)
+        if start >= 0:  # a section inside one that there is
+            while stop > start and not lines[stop - 1].strip():
+                stop -= 1
+            lines[stop:stop] = [f"{deep}{inner}:", f"{deep}  {key}{sign}{literal}"]
+            return "\n".join(lines)
     if first < 0:  # there is no such section
         head = f"[{section}]" if kind == "toml" else f"{section}:"
         while lines and not lines[-1].strip():
@@ -136,10 +150,14 @@ def _range(lines: list[str], kind: str, section: str) -> tuple[int, int, str]:
         return -1, -1, ""
     if not section:
         return 0, len(lines), ""
-    for i, line in enumerate(lines):
-        if re.match(rf"{re.escape(section)}\s*:\s*(#.*)?$", line):
+    outer, _, inner = section.rpartition(".")
+    start, stop, indent = _range(lines, kind, outer)
+    for i in range(max(start, 0), stop):
+        if re.match(rf"{indent}{re.escape(inner)}\s*:\s*(#.*)?$", lines[i]):
             end = i + 1
-            while end < len(lines) and (lines[end].startswith((" ", "\t")) or not lines[end]):
+            deeper = re.compile(rf"{indent}\s|\s*$")
+            while end < stop and deeper.match(lines[end]):
                 end += 1
-            return i + 1, end, "  "
+            own = next((line for line in lines[i + 1 : end] if line.strip()), f"{indent}  ")
+            return i + 1, end, own[: len(own) - len(own.lstrip())]
     return -1, -1, "  "

@@ -68,7 +68,7 @@ def edit(text: str, changes: Mapping[str, Any]) -> str:
         pattern = re.compile(
             rf"{re.escape(name)}(?![\w-])(?:[= ]+(?!--)(?:'[^']*'|[^\s\\)]+)){times}"
         )
-        match = pattern.search(text)
+        match = next((m for m in pattern.finditer(text) if not _comment(text, m.start())), None)
         if match is not None:
             if present:
                 text = text[: match.start()] + written + text[match.end() :]
@@ -82,6 +82,11 @@ def edit(text: str, changes: Mapping[str, Any]) -> str:
             text = f"{text[:last]} \\\n  {written}{text[last:]}"
             last += len(written) + 5
     return text
+
+
+def _comment(text: str, place: int) -> bool:
+    """Whether a place is behind the `#` of its line."""
+    return bool(re.search(r"(^|\s)#", text[text.rfind("\n", 0, place) + 1 : place]))
 
 
 def _without(text: str, start: int, end: int) -> str:

@@ -74,6 +74,10 @@ LIMITS = ToolLimits(
             lambda at, facts: (at.ep > 1) & (facts.model_type not in EXPERT_PRESETS),
         ),
         ToolRule(
+            "experts whole with tp {tp}: it divides them over tensor ranks",
+            lambda at, facts: (facts.experts > 0) & (at.etp < at.tp),
+        ),
+        ToolRule(
             "ep {ep} with tp {tp}, pp {pp} and cp {cp}: experts are whole, and it takes data "
             "parallelism alone",
             lambda at, _: (at.ep > 1) & (at.tp * at.pp * at.cp > 1),

@@ -165,7 +165,7 @@ def flags(job: ToolJob) -> dict[str, Any]:
         "--context-parallel-size": layout.cp,
         "--cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}.get(job.context),
         "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
-        "--expert-tensor-parallel-size": layout.etp if layout.ep > 1 else None,
+        "--expert-tensor-parallel-size": layout.etp,
         "--moe-grouped-gemm": job.facts.experts > 0,
         "--moe-token-dispatcher-type": "alltoall" if layout.ep > 1 else None,
         "--sequence-parallel": layout.sequence_parallel and layout.tp > 1,
@@ -207,7 +207,19 @@ def _write(job: ToolJob) -> str:
     return head + (f"{line}\n" if line else "") + flags_text(flags(job), ())
 
 
-def _bridge(job: ToolJob) -> str:
+BRIDGE_DEFAULTS: dict[str, Any] = {
+    "model.recompute_modules": None,
+    "model.cp_comm_type": None,
+    "dist.use_tp_pp_dp_mapping": False,
+    "ddp.use_megatron_fsdp": False,
+    "ddp.data_parallel_sharding_strategy": "no_shard",
+    "checkpoint.ckpt_format": "torch_dist",
+}
+"""Of attributes that `bridge_values` leaves out where a layout does not need them."""
+
+
+def bridge_values(job: ToolJob) -> dict[str, Any]:
+    """Attributes of Megatron-Bridge's ConfigContainer."""
     layout = job.layout
     virtual, stages = _pipeline(job)
     strategy = _STRATEGIES.get(layout.zero)
@@ -221,7 +233,7 @@ def _bridge(job: ToolJob) -> str:
         "model.pipeline_model_parallel_layout": stages,
         "model.context_parallel_size": layout.cp,
         "model.expert_model_parallel_size": layout.ep,
-        "model.expert_tensor_parallel_size": layout.etp if layout.ep > 1 else None,
+        "model.expert_tensor_parallel_size": layout.etp,
         "model.sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "model.recompute_granularity": granularity,
         "model.recompute_method": "uniform" if full else None,
@@ -245,9 +257,13 @@ def _bridge(job: ToolJob) -> str:
         values["ddp.use_megatron_fsdp"] = True
         values["ddp.data_parallel_sharding_strategy"] = strategy
         values["checkpoint.ckpt_format"] = "fsdp_dtensor"
-    line = environment(job)
+    return values
+
+
+def _bridge(job: ToolJob) -> str:
+    values, line = bridge_values(job), environment(job)
     lines = [
-        f"# {BRIDGE.software}, {layout.world_size} GPUs",
+        f"# {BRIDGE.software}, {job.layout.world_size} GPUs",
         *([f"# environment: {line}"] if line else []),
         "# cfg = one of megatron.bridge.recipes' functions, called; then apply_layout(cfg)",
         "def apply_layout(cfg):",

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from hocket.cost.layout_batch import Layouts
 from hocket.planning.tools.job import Tool, ToolJob, flags_text
-from hocket.planning.tools.limits import ToolLimits, ToolRule, is_schedule
+from hocket.planning.tools.limits import Facts, ToolLimits, ToolRule, is_schedule
 
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -45,7 +46,21 @@ CONFIGS = {
 }
 """Model and flavour, or module and configuration, in lower case, to names of the catalogue."""
 
+
+def _expert_ranks(at: Layouts, facts: Facts) -> np.ndarray:
+    """[r] bool: rows whose expert ranks are not within the ranks of one shard."""
+    ranks = np.where(at.zero > 0, at.shard, 1) * at.cp * at.tp / at.etp
+    found: np.ndarray = (at.ep > 1) & (ranks % at.ep != 0)
+    return found
+
+
+_WHOLE = ToolRule(
+    "experts whole with tp {tp} and ep {ep}: without ep it divides them over tp",
+    lambda at, facts: (facts.experts > 0) & (at.ep == 1) & (at.etp < at.tp),
+)
+
 _RULES = (
+    _WHOLE,
     ToolRule(
         "1f1b with {microbatches} microbatches: PyTorch's needs one for each of pp {pp} stages",
         lambda at, _: is_schedule(at, "1f1b") & (at.microbatches < at.pp),
@@ -100,7 +115,7 @@ LIMITS = ToolLimits(
         ),
         ToolRule(
             "ep {ep} with shard {shard}: expert ranks are taken from the ranks of one shard",
-            lambda at, _: (at.ep > 1) & (np.where(at.zero > 0, at.shard, 1) * at.cp % at.ep != 0),
+            _expert_ranks,
         ),
     ),
 )
@@ -121,7 +136,7 @@ OLD_LIMITS = ToolLimits(
         ),
         ToolRule(
             "ep {ep} with shard {shard}: expert ranks are taken from the ranks of one shard",
-            lambda at, _: (at.ep > 1) & (np.where(at.zero > 0, at.shard, 1) * at.cp % at.ep != 0),
+            _expert_ranks,
         ),
         ToolRule(
             "recompute selective: it recomputes every second layer, the plan attention cores",
