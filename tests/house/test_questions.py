@@ -43,3 +43,15 @@ def test_every_name_exists() -> None:
 
 def test_an_answer_is_in_at_most_two_modules() -> None:
     assert all(1 <= len(names) <= 2 for names in answers().values())
+
+
+def test_tests_that_the_page_of_accuracy_names_exist() -> None:
+    page = (figures.ROOT / "docs/reference/accuracy.md").read_text()
+    table = page.partition("## What tests hold")[2].partition("\n## ")[0]
+    sources = [
+        figures.ROOT / "tests" / name for name in re.findall(r"`([a-z_]+/test_\w+\.py)", table)
+    ]
+    text = "".join(source.read_text() for source in sources)
+    named = set(re.findall(r"\btest_\w+\b(?!\.py)", table))
+    assert len(named) > 10
+    assert {name for name in named if f"def {name}(" not in text} == set()

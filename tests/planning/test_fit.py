@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 
 from hocket.catalogue import hardware, shapes
+from hocket.cost.measured_stage import GRADIENT_BYTES
+from hocket.jobs.plan import default_precision
 from hocket.planning.fit import HEADROOM
 from hocket.planning.plan import plan, plan_one
 from hocket.planning.problem import Problem
+from hocket.planning.table import read
 from hocket.planning.tools.megatron import LIMITS
+from hocket.planning.validate import report
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import RECOMPUTE, Layout
+from hocket.spec.precision import state_bytes
+from tests.planning.test_validate import EXTRACT
 
 EIGHT = Problem(
     shape=shapes.shape("llama-3-8b"), cluster=hardware.cluster("1x8xH100-SXM"), seq_len=4096,
@@ -136,3 +142,37 @@ def test_recompute_of_modules_lies_between_none_and_full(name: str) -> None:
     assert none.step_seconds.median < modules.step_seconds.median < full.step_seconds.median
     assert any("recompute" in reason for reason in modules.unsupported)
     assert not none.unsupported
+
+
+def test_plan_a_published_row_and_a_run_count_the_same_bytes() -> None:
+    """The same job as `hocket plan --layout` and as a row of a table: bytes by one precision rule,
+    gradients in fp32 where nothing else is stated, as the forecast of a run has them."""
+    problem = dataclasses.replace(
+        LLAMA_405B, shape=shapes.shape("llama-3-8b"), cluster=hardware.cluster("8x8xH100-SXM"),
+        seq_len=4096, global_batch=64,
+    )  # fmt: skip
+    for zero in (0, 1, 3):
+        found = plan_one(problem, Layout(dp=64, microbatches=1, zero=zero)).best
+        parameters = problem.shape.num_parameters
+        if zero < 2:
+            assert found.memory_by_kind["gradients"] == pytest.approx(4 * parameters, rel=1e-3)
+        row = dict.fromkeys(read(EXTRACT)[0], "") | {
+            "id": "one", "source": "megatron-core", "model": "llama-3-8b", "seq": "4096",
+            "global_batch": "64", "micro_batch": "1", "gpu": "H100-80", "n_gpus": "64",
+            "gpus_per_node": "8", "tp": "1", "pp": "1", "cp": "1", "dp": "64", "sp": "0",
+            "zero_stage": str(zero), "recompute": "none", "precision": "bf16",
+            "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336",
+            "vocab": "128256",
+            "measured_iter_s": "1", "mem_kind": "nvidia-smi",
+        }  # fmt: skip
+        (one,) = report([row]).priced
+        assert one.memory == pytest.approx(found.memory, rel=0.01)
+        assert one.fits == found.fits
+    assert state_bytes("fp32").gradient == GRADIENT_BYTES
+
+
+@pytest.mark.parametrize("name", hardware.gpu_names())
+def test_the_default_precision_is_one_that_the_device_has(name: str) -> None:
+    gpu = hardware.cluster(f"1x{name}").node.gpu
+    assert default_precision(gpu) in gpu.flops
+    assert (default_precision(gpu) == "fp16") == ("bf16" not in gpu.flops)

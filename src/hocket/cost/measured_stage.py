@@ -30,8 +30,9 @@ from hocket.spec.model_shape import (
     Weight,
 )
 from hocket.spec.plan import AFTER, BEFORE
+from hocket.spec.precision import state_bytes
 
-GRADIENT_BYTES = 4
+GRADIENT_BYTES = int(state_bytes("fp32").gradient)
 """Of an element: gradients are summed in fp32."""
 
 TIMED = ("eager",)
