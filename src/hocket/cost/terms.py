@@ -378,7 +378,6 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         saved_modules_outside=_one(_of_modules(block, outside=True)),
         saved_routed_inside=_one(_routed(block, outside=False)),
         saved_routed_outside=_one(_routed(block, outside=True)),
-        weights_inside=weights("inside", "column", "row", "vocab"),
         copied_units=_one(max(units, 1)),
         weights_inside=weights("inside"),
         weights_copied=weights("copied"),
