@@ -52,6 +52,26 @@ def test_dropout_is_overridden_everywhere(skeleton):
     assert model.transformer.drop.p == 0.3
 
 
+def test_parameters_have_the_dtype_asked_for_whatever_made_them(skeleton):
+    """XLNet makes its projections with torch.FloatTensor, which knows no default dtype."""
+    import torch
+
+    from hocket.models.samples import sample
+
+    for model in ("xlnet", "llama"):
+        built = skeleton.build(sample(model), dtype=torch.bfloat16)
+        assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
+        assert all(p.is_meta for p in built.parameters())
+
+
+def test_a_family_with_attention_classes_of_its_own_is_named(skeleton):
+    import hocket.serving.engine.attention  # noqa: F401 registers paged attention
+    from hocket.models.samples import sample
+
+    with pytest.raises(ModelError, match="'falcon' has attention classes of its own"):
+        skeleton.build(sample("falcon"), attention="hocket_paged")
+
+
 def test_a_configuration_that_cannot_be_built(skeleton):
     with pytest.raises(ModelError, match="transformers"):
         skeleton.build({**LLAMA, "num_attention_heads": "four"})

@@ -98,6 +98,10 @@ def _nonzero(x: torch.Tensor) -> None:
     x.nonzero()
 
 
+def _copies_a_number(x: torch.Tensor) -> None:
+    torch.tensor(0.5, device=x.device)
+
+
 def _synchronizes(x: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
@@ -112,7 +116,7 @@ def _reads_nothing(x: torch.Tensor) -> None:
 
 READS = (
     _reads_item, _reads_bool, _reads_list, _copies_to_host, _copies_from_host, _indexes_by_list,
-    _indexes_by_mask, _nonzero, _synchronizes, _reads_nothing,
+    _indexes_by_mask, _nonzero, _synchronizes, _reads_nothing, _copies_a_number,
 )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def test_host_reads_are_found_with_their_line(inside: Inside, inference: bool) -
         "_reads_list": "item",
         "_copies_to_host": "copy to the host",
         "_copies_from_host": "copy from the host",
+        "_copies_a_number": "copy from the host",
         "_indexes_by_list": "copy from the host",
         "_indexes_by_mask": "index by a boolean mask",
         "_nonzero": "nonzero",

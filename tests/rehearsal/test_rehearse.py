@@ -14,7 +14,7 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import rehearse as job
 from hocket.jobs.rehearsal_text import text
-from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed
 from hocket.jobs.rehearse import (
     Rehearsed,
     RehearsedJob,
@@ -24,8 +24,10 @@ from hocket.jobs.rehearse import (
     traces_of,
 )
 from hocket.jobs.request import request
+from hocket.jobs.serving import rehearse as serving
 from hocket.simulation.nccl import RULES, check
 from hocket.spec.errors import HocketError, ModelError, OptionError
+from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import OWNERS, RehearsalReport
 
 pytestmark = pytest.mark.ranks
@@ -378,6 +380,66 @@ def test_sizes_that_contradict_each_other_are_one_line(
     assert "Traceback" not in caught.value.message
     assert "modeling_olmoe.py" in caught.value.message
     assert "head_dim" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "reason", "hint"),
+    [
+        ("xlstm", "train", r"float32 but found torch.bfloat16.*modeling_xlstm.py", "--dtype fp32"),
+        ("jetmoe", "train", r"reads values of the GPU at .*modeling_jetmoe.py", "do not depend on"),
+        ("prophetnet", "train", "does not compute the loss of its forward", None),
+        ("mpt", "serve", r"fails on tokens of several sequences .*modeling_mpt.py", None),
+        ("falcon", "serve", "FalconAttention computes attention itself", None),
+        ("gpt_neo", "serve", "GPTNeoSelfAttention computes attention itself", None),
+    ],
+)
+def test_what_a_family_cannot_do_is_rejected_with_its_reason(
+    workers: RehearsalWorkers,
+    inside: Any,
+    tmp_path: Path,
+    kind: str,
+    step: str,
+    reason: str,
+    hint: str | None,
+) -> None:
+    """Not that of the operation at which fake tensors stopped."""
+    (tmp_path / "config.json").write_text(json.dumps(inside("tiny_config", kind=kind)))
+
+    def rehearsed() -> None:
+        if step == "train":
+            rehearse(of("dp1", model=str(tmp_path)), workers=workers)
+        else:
+            spec = serving.replica_spec(str(tmp_path), Layout.parse("tp2"))
+            serving.rehearse(spec, workers=workers)
+
+    with pytest.raises(HocketError, match=reason) as caught:
+        rehearsed()
+    assert not isinstance(caught.value, StepFailed)
+    assert "Traceback" not in caught.value.message
+    assert hint is None or hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("biogpt", "tp2"),  # its tensor plan is inferred
+        ("bert", "dp1"),  # it has fewer positions than are traced
+        ("gptj", "dp1"),  # computes scores itself, which backward keeps
+        ("bamba", "tp2"),  # pads sequences to whole chunks, and keeps a state of each
+    ],
+)
+def test_peak_memory_of_families_is_predicted(
+    workers: RehearsalWorkers, inside: Any, tmp_path: Path, kind: str, layout: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(inside("tiny_config", kind=kind)))
+    _memory_is_predicted(rehearse(of(layout, model=str(tmp_path)), workers=workers))
+
+
+def test_parameters_that_ignore_the_default_dtype_are_trained(
+    workers: RehearsalWorkers, inside: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(inside("tiny_config", kind="xlnet")))
+    assert rehearse(of("dp1", model=str(tmp_path)), workers=workers).report.ends
 
 
 @pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5"])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed
 from hocket.jobs.rehearse import prepared, rehearse
 from hocket.jobs.request import request
 from hocket.jobs.serving import rehearse as serving
@@ -46,7 +46,7 @@ def cases(kind: str, workers: RehearsalWorkers, folder: Path) -> Iterator[dict[s
 
 
 def _failed(error: HocketError) -> dict[str, Any]:
-    crashed = "cannot execute a step" in error.message or "Traceback" in error.message
+    crashed = isinstance(error, StepFailed) or "Traceback" in error.message
     notes = getattr(error, "__notes__", [])
     return {"outcome": CRASHED if crashed else REJECTED, "why": error.message, "trace": notes}
 

@@ -289,7 +289,7 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         chosen = [
             s
             for s in block.saved
-            if s.view in ("fused", "both") or square
+            if s.view in ("fused", "both") or (square and s.view == "core")
             if s.square == square and s.selective == core
             if square or core or (s.split == "outside") == outside
         ]

@@ -178,10 +178,20 @@ def shape_of(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
 
 
 def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
+    """Traced by a rank; at the size of a microbatch where it depends on that."""
+    from hocket.models.shape_cache import traced_size
+
+    found = _kept_shape(spec, launcher, None)
+    return _kept_shape(spec, launcher, traced_size(spec)) if found.uneven else found
+
+
+def _kept_shape(
+    spec: RunSpec, launcher: Launcher | None, size: tuple[int, int] | None
+) -> ModelShape:
     """Traced by a rank, and kept for the next time."""
     from hocket.models.shape_cache import cache_file, read, write
 
-    file = cache_file(spec)
+    file = cache_file(spec, size)
     known = read(file)
     if known is not None:
         return known
@@ -189,14 +199,14 @@ def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
         from hocket.launch import Launcher as Started
 
         with Started("cpu", 1) as started:
-            found = _traced(started, spec)
+            found = _traced(started, spec, size)
     else:
-        found = _traced(launcher, spec)
+        found = _traced(launcher, spec, size)
     write(file, found)
     return found
 
 
-def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
+def _traced(launcher: Launcher, spec: RunSpec, size: tuple[int, int] | None = None) -> ModelShape:
     heard: list[dict[str, Any]] = []
     launcher.run(
         "hocket.ranks.trace:main",
@@ -207,6 +217,7 @@ def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
             "dropout": spec.options.dropout,
             "model": spec.model,
             "frozen": spec.options.lora_rank is not None,
+            "size": size,
         },
         lambda event: heard.append(event) if event["event"] == "shape" else None,
         startup_timeout=300.0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from hocket.spec.rehearsal import RankRehearsal
 
 MOST = 2
 """Processes at once: each holds about 1 GB."""
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b: ")
+"""The line of a traceback that names the exception."""
 COMMAND = (sys.executable, "-m", "hocket.rehearsal.worker")
 
 
@@ -142,27 +145,43 @@ class StepFailed(ModelError):
     """A rank's step raised what is not an error of ours."""
 
 
-def step_failed(model: str, found: RankRehearsal) -> StepFailed:
+def step_failed(model: str, found: RankRehearsal) -> ModelError:
     """The error of a rank whose step raised: the exception's own line, and where in the model's
-    code; sizes that contradict each other in a configuration are found there."""
+    code; sizes that contradict each other in a configuration are found there.
+
+    A ModelError that is no StepFailed is a property of the model: its code takes one dtype alone,
+    or makes shapes of values that it reads from the GPU.
+    """
     lines = [line.strip() for line in found.error.splitlines() if line.strip()]
     frames = [line for line in lines if line.startswith("File ")]
     own = [line for line in frames if "modeling_" in line]
     place = (own or frames or [""])[-1].rpartition("/")[2].replace('"', "")
-    message = lines[-1] if lines else "no message"
-    hint = (
-        "make the sizes in config.json fit each other: head_dim, num_attention_heads, "
-        "hidden_size, num_experts and num_experts_per_tok"
-    )
+    message = _message(lines)
+    failed: ModelError
     if "expected scalar type" in message or "same dtype" in message:
-        hint = "--dtype fp32, which the model's own code needs"
-    elif found.host_reads:
+        failed = ModelError(
+            f"{model} computes in one dtype alone: {message} (raised below {place})",
+            hint="--dtype fp32, which the model's own code needs",
+        )
+    elif found.host_reads and own:
         where = found.host_reads[0]["where"]
-        message += f"; its code reads values of the GPU at {where}, which a rehearsal does not have"
-        hint = "a model whose shapes do not depend on values; training waits for the GPU there, too"
-    failed = StepFailed(
-        f"rank {found.rank} cannot execute a step of {model}: {message} (raised below {place})",
-        hint=hint,
-    )
+        failed = ModelError(
+            f"{model} cannot be rehearsed: its code reads values of the GPU at {where} and makes "
+            f"shapes of them, which a rehearsal does not have: {message} (raised below {place})",
+            hint="a model whose shapes do not depend on values; training waits for the GPU there, "
+            "too",
+        )
+    else:
+        failed = StepFailed(
+            f"rank {found.rank} cannot execute a step of {model}: {message} (raised below {place})",
+            hint="make the sizes in config.json fit each other: head_dim, num_attention_heads, "
+            "hidden_size, num_experts and num_experts_per_tok",
+        )
     failed.add_note(found.error)
     return failed
+
+
+def _message(lines: Sequence[str]) -> str:
+    """The exception's own line of a traceback: what follows it is more of its message."""
+    raised = [line for line in lines if _RAISED.match(line)]
+    return raised[-1] if raised else (lines[-1] if lines else "no message")

@@ -11,18 +11,26 @@ import hocket
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunSpec, write_text
 
-FORMAT = 4
+FORMAT = 5
 """Of the shapes that are cached: one more whenever a trace finds something else."""
 
 
-def cache_file(spec: RunSpec) -> Path:
-    """Where the shape of a run's model is kept, by its configuration and what traces it."""
+def traced_size(spec: RunSpec) -> tuple[int, int]:
+    """Rows of a microbatch and tokens of each, on one rank."""
+    layout, workload = spec.layout, spec.workload
+    rows = workload.global_batch // (layout.dp * (layout.microbatches or 1))
+    return max(1, rows), max(1, workload.seq_len // layout.cp)
+
+
+def cache_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:
+    """Where the shape of a run's model is kept, by its configuration and what traces it; with
+    `size`, where that is kept of a model whose shape depends on it."""
     from importlib.metadata import version
 
     versions = [hocket.__version__, *(version(name) for name in ("transformers", "torch"))]
     frozen = spec.options.lora_rank is not None
     key = json.dumps(
-        [FORMAT, spec.config, spec.workload.dtype, spec.options.dropout, frozen, versions],
+        [FORMAT, spec.config, spec.workload.dtype, spec.options.dropout, frozen, versions, size],
         sort_keys=True,
         default=str,
     )

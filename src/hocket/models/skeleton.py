@@ -130,11 +130,16 @@ def build(
             if dtype == torch.float64 and model._can_set_experts_implementation():
                 model.set_experts_implementation("eager")  # torch's grouped GEMM has no fp64
         except Exception as error:  # many kinds, all of them the configuration's fault
+            if isinstance(error, KeyError) and error.args == (attention,):
+                raise ModelError(
+                    f"{config.model_type!r} has attention classes of its own, none of them for "
+                    f"{attention}: transformers' attention interface does not reach them"
+                ) from error
             raise ModelError(
                 f"transformers cannot build {config.model_type!r} from its configuration: {error}"
             ) from error
     if str(device) == "meta":
-        _drop_values(model)
+        _drop_values(model, dtype)
         _require_placed(model)
     model.tie_weights()  # part of the initialisation that was left out
     assert isinstance(model, nn.Module)
@@ -153,13 +158,17 @@ def _require_placed(model: nn.Module) -> None:
                 )
 
 
-def _drop_values(model: nn.Module) -> None:
-    """Some constructors make a tensor by a function that ignores the default device."""
+def _drop_values(model: nn.Module, dtype: torch.dtype) -> None:
+    """Some constructors make a tensor by a function that ignores the default device, or the default
+    dtype; a rank's floating-point parameters are all of the dtype asked for (`models.weights`)."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
+            if parameter is None:
+                continue
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            if not parameter.is_meta or parameter.dtype != kind:
                 module._parameters[name] = nn.Parameter(
-                    parameter.to("meta"), requires_grad=parameter.requires_grad
+                    parameter.to("meta", kind), requires_grad=parameter.requires_grad
                 )
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:

@@ -16,23 +16,32 @@ if TYPE_CHECKING:
 def shape_here(spec: RunSpec) -> ModelShape:
     """The model's shape as it is trained, traced in this process. Raises ModelError."""
     from hocket.cost.adapters import of_run
+    from hocket.models.shape_cache import traced_size
+
+    known = _kept(spec, None)
+    if known.uneven:
+        known = _kept(spec, traced_size(spec))
+    return of_run(known, spec)
+
+
+def _kept(spec: RunSpec, size: tuple[int, int] | None) -> ModelShape:
+    """The shape of a model that is traced at `size`, or as it was kept."""
     from hocket.models.shape_cache import cache_file, read, write
     from hocket.models.trace import trace
 
-    dtype = "bf16" if spec.workload.dtype == "fp8" else spec.workload.dtype
-    file = cache_file(spec)
+    file = cache_file(spec, size)
     known = read(file)
     if known is None:
-        name = os.path.basename(spec.model)
         known = trace(
             spec.config,
-            name=name,
+            name=os.path.basename(spec.model),
             dropout=spec.options.dropout,
-            dtype=dtype,
+            dtype="bf16" if spec.workload.dtype == "fp8" else spec.workload.dtype,
             frozen=spec.options.lora_rank is not None,
+            size=size,
         )
         write(file, known)
-    return of_run(known, spec)
+    return known
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
@@ -47,6 +56,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
             dropout=payload["dropout"],
             dtype=payload["dtype"],
             frozen=payload["frozen"],
+            size=None if payload["size"] is None else tuple(payload["size"]),
         )
         context.emit({"event": "shape", "shape": found.to_json()})
     except HocketError as error:

@@ -112,6 +112,7 @@ class ServingRehearsal:
                 raise
             except Exception:
                 found.error = traceback.format_exc()
+                found.host_reads = _reads(execution.launches)
         found.seconds = time.perf_counter() - begin
         return {"rank": found.to_json(), "serving": said}
 

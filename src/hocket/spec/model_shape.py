@@ -194,6 +194,8 @@ class ModelShape:
             heads is 1 where no tensor-parallel plan exists.
         tied: the head's matrix is the embedding's: the same name stands in both blocks' weights.
         experts, experts_per_token: 0 for dense models.
+        uneven: what is saved does not grow with tokens alone (chunks, states): rows of the view
+            `eager` hold for the size that was traced.
     """
 
     name: str
@@ -206,6 +208,7 @@ class ModelShape:
     tied: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    uneven: bool = False
 
     @property
     def num_parameters(self) -> int:

@@ -224,8 +224,9 @@ def rehearse(
 
     Raises:
         OptionError: an unknown GPU, or no C++ compiler.
-        ModelError: a rank cannot execute its steps.
+        ModelError: the model cannot be served, or a rank cannot execute its steps.
     """
+    from hocket.jobs.rehearsal_reason import explained, require_pages
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
     from hocket.jobs.rehearse import device_of, traces_of
@@ -252,6 +253,7 @@ def rehearse(
     with ExitStack() as stack:
         if workers is None:
             workers = stack.enter_context(Workers(len(tasks)))
+        require_pages(spec, workers)
         for event in workers.run([*tasks, expectation]):
             if "stages" in event["value"]:
                 predicted = event["value"]["stages"]
@@ -260,7 +262,7 @@ def rehearse(
             executed[found.rank], said[found.rank] = found, event["value"]["serving"]
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
-            raise step_failed(spec.model, found)
+            raise explained(spec, step_failed(spec.model, found))
     traces = traces_of(executed, stands_for)
     return ServingReport(
         model=spec.model,

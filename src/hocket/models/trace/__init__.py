@@ -10,6 +10,7 @@ is split.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -20,8 +21,10 @@ from torch import nn
 
 from hocket.models import skeleton
 from hocket.models.plans.tensor import tensor_plan
+from hocket.models.proxy import proxy_of
 from hocket.models.trace.fused import Costs
 from hocket.models.trace.graph import Splits
+from hocket.models.trace.record import TracedSize
 from hocket.models.trace.run import Run, run
 from hocket.spec.model_shape import BlockShape, ModelShape, Weight
 from hocket.spec.plan import Split, TensorPlan, matches
@@ -47,6 +50,7 @@ def trace(
     dropout: float | None = None,
     dtype: str = "bf16",
     frozen: bool = False,
+    size: tuple[int, int] | None = None,
 ) -> ModelShape:
     """The shape of a causal language model.
 
@@ -58,6 +62,9 @@ def trace(
             bytes of that very type (an element is two of them still); `fused` ones are of bf16.
         frozen: no weight has a gradient: rows of the view `eager` are what is saved and moved for
             the gradient of the input alone (`cost.adapters` adds what adapters save).
+        size: rows of a microbatch and tokens of each. Where a family saves what does not grow with
+            tokens (`ModelShape.uneven`), the rows `saved` of the view `eager` are those of this
+            size, per token; None: what does not grow with tokens is left out.
 
     Returns:
         its shape; the same configuration is traced once in a process.
@@ -72,26 +79,50 @@ def trace(
         config = skeleton.config_of(values.to_dict(), dropout=dropout, router_loss=False)
     if not hasattr(config, "num_hidden_layers"):  # a model of text and images: its text part
         config = config.get_text_config()
-    text = json.dumps([config.to_dict(), name, dtype, frozen], sort_keys=True, default=str)
+    text = json.dumps([config.to_dict(), name, dtype, frozen, size], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:
-        _cache[key] = _shape(
-            run(config, _DTYPES[dtype], frozen=frozen), name or str(config.model_type)
-        )
+        done = run(config, _DTYPES[dtype], frozen=frozen)
+        found = _shape(done, name or str(config.model_type))
+        if found.uneven and size is not None:
+            sized = run(config, _DTYPES[dtype], frozen=frozen, traced=TracedSize(*size))
+            found = _with_saved(found, _shape(sized, found.name))
+        _cache[key] = found
     return _cache[key]
+
+
+def _with_saved(shape: ModelShape, sized: ModelShape) -> ModelShape:
+    """The shape with what another one saves in the eager view."""
+    views = ("eager", "shared")
+    blocks = {}
+    for kind, block in shape.blocks.items():
+        rows = [row for row in block.saved if row.view not in views]
+        rows += [row for row in sized.blocks[kind].saved if row.view in views]
+        blocks[kind] = dataclasses.replace(block, saved=tuple(rows))
+    return dataclasses.replace(shape, blocks=blocks)
+
+
+def _plan(done: Run) -> TensorPlan | None:
+    """The tensor plan of the model; of a family without one it is inferred, as for training."""
+    config: Any = done.model.config
+    decoder = done.layers.rpartition(".")[0]
+    try:
+        if plan := tensor_plan(done.model, decoder)[0]:
+            return plan
+        return tensor_plan(done.model, decoder, proxy_of(config), done.layers)[0]
+    except Exception:  # heads counted another way, or a proxy model that fails in its own way
+        return None
 
 
 def _shape(done: Run, name: str) -> ModelShape:
     config: Any = done.model.config
-    try:
-        plan, _ = tensor_plan(done.model, done.layers.rpartition(".")[0])
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # heads counted another way
-        plan = None
+    plan = _plan(done)
     picked = sorted(set(done.kinds))
     names = _names(done, picked)
     weights, splits = _weights(done, plan, picked)
     kv_heads = _number(config, "num_key_value_heads")
     blocks: dict[str, BlockShape] = {}
+    uneven = False
     for key, part in done.parts.items():
         kind = names[int(key)] if key.isdigit() else key
         costs = Costs(
@@ -103,6 +134,7 @@ def _shape(done: Run, name: str) -> ModelShape:
             leaves=done.leaves,
             linear=done.linear,
         )
+        uneven = uneven or costs.uneven()
         blocks[kind] = BlockShape(
             kind=kind,
             products=costs.products(),
@@ -126,6 +158,7 @@ def _shape(done: Run, name: str) -> ModelShape:
         tied=bool({w.name for w in weights["head"]} & {w.name for w in weights["embedding"]}),
         experts=max((p.groups for p in products), default=0),
         experts_per_token=round(max((p.count for p in products), default=0)),
+        uneven=uneven,
     )
 
 

@@ -1,7 +1,7 @@
 """What one part costs operation by operation, as PyTorch runs it without a compiler.
 
-Scores and probabilities are left out: attention is a flash kernel here too, and what it costs
-written out is told beside it (view `core`).
+Attention is a flash kernel here too; scores and probabilities are there where a family computes
+them itself. What attention costs without a flash kernel is in the view `core`.
 """
 
 from __future__ import annotations
@@ -9,41 +9,63 @@ from __future__ import annotations
 import collections
 
 from hocket.models.trace.graph import INSIDE, OUTSIDE, WHOLE, Graph
-from hocket.models.trace.record import SEQUENCE, TracedOp
+from hocket.models.trace.record import TracedOp
 from hocket.spec.model_shape import MemoryBound, Saved
 
 
 def saved(graph: Graph) -> list[Saved]:
     """Bytes that autograd held, tensor by tensor: each by the name of its value."""
     found = []
+    traced = graph.part.traced
     experts = {op.path for op in graph.part.forward if op.kind == "product" and op.groups > 1}
     for value, size in graph.part.saved.items():
         known = graph.values[value]
         if value not in graph.maker and value not in graph.given:
-            if known.by_position:  # all blocks share it
+            if known.by_position or (known.by_token and (known.floating or known.square)):
                 found.append(_table(graph, value, size))
             continue
-        if not known.by_token or known.square:
+        if traced.prime and not known.by_token:
             continue
         split = graph.labels.get(value, OUTSIDE)
         if split == OUTSIDE and value in graph.maker and graph.maker[value].path in experts:
             split = WHOLE
+        bytes_ = size / known.numel * known.per_token if traced.prime else size / traced.tokens
         found.append(
             Saved(
                 name=graph.value_name(value),
-                bytes=size / known.numel * known.per_token,
+                bytes=bytes_,
                 split=split,
+                square=traced.prime and known.square,
                 view="eager",
             )
         )
     return found
 
 
+def uneven(graph: Graph) -> bool:
+    """Whether autograd held what grows with the rows and not with their tokens: sequences that are
+    padded to whole chunks, or a state of each."""
+    traced = graph.part.traced
+    return any(
+        value in graph.maker
+        and graph.values[value].numel % traced.rows == 0
+        and not graph.values[value].by_token
+        for value in graph.part.saved
+    )
+
+
 def _table(graph: Graph, value: int, size: int) -> Saved:
-    """Of one sequence when it was traced, of each row in training: positions are."""
-    tables = [key for key, known in graph.values.items() if known.by_position]
+    """What all blocks share: a mask, or what there is for each position. That is traced of one
+    sequence, and made of each row in training: positions are."""
+    known, traced = graph.values[value], graph.part.traced
+    each = traced.tokens if known.by_token else traced.sequence
+    square = traced.prime and known.square
     return Saved(
-        name=f"table {tables.index(value)}", bytes=size / SEQUENCE, split=WHOLE, view="shared"
+        name=f"table {list(graph.values).index(value)}",
+        bytes=size / known.numel * known.per_token if square else size / each,
+        split=WHOLE,
+        square=square,
+        view="shared",
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hocket.models.trace import eager
 from hocket.models.trace.graph import INSIDE, OUTSIDE, VOCAB, Graph, short
-from hocket.models.trace.record import TOKENS, Ref, TracedOp
+from hocket.models.trace.record import Ref, TracedOp
 from hocket.spec.model_shape import Attention, MatrixProduct, MemoryBound, Saved
 
 
@@ -27,7 +27,7 @@ class Costs(Graph):
         done = {op.path: at for at, op in enumerate(self.part.forward)}
         last = {op.path: op for op in self.part.forward if op.kind == "product"}
         for op in self.part.forward:
-            if op.kind != "product" or op.rows % TOKENS:
+            if op.kind != "product" or op.rows % self.part.traced.tokens:
                 continue
             read = [self.source(ref.value) for ref in op.ins if ref.value in self.carrying]
             found.append(
@@ -36,7 +36,7 @@ class Costs(Graph):
                     n=op.n,
                     k=op.k,
                     split=self.splits.product(op.weight),
-                    count=op.rows / TOKENS,
+                    count=op.rows / self.part.traced.tokens,
                     groups=op.groups,
                     input=self.value_name(read[-1]) if read else "",
                     bare=op.path not in self.linear,
@@ -128,7 +128,7 @@ class Costs(Graph):
         found = []
         for label in (OUTSIDE, INSIDE):
             biases = [
-                op.n * op.rows / TOKENS
+                op.n * op.rows / self.part.traced.tokens
                 for op in self.part.forward
                 if op.name == "addmm" and self.labels.get(op.outs[0].value) == label
             ]
@@ -274,6 +274,10 @@ class Costs(Graph):
             if op.name == "native_dropout"
             for ref in op.outs[1:]
         )
+
+    def uneven(self) -> bool:
+        """`eager.uneven` of the part."""
+        return eager.uneven(self)
 
     def _core_saved(self) -> list[Saved]:
         found = []

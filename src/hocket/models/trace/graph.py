@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from hocket.models.trace.record import COPIES, NORMS, TOKENS, TracedOp, TracedPart, Value
+from hocket.models.trace.record import COPIES, NORMS, TracedOp, TracedPart, Value
 
 INSIDE, OUTSIDE, VOCAB, WHOLE = "inside", "outside", "vocab", "whole"
 
@@ -202,7 +202,8 @@ class Graph:
                     views.setdefault(value, {})[0, self.values[value].numel] = whole
                 else:
                     views.setdefault(value, {})[ref.offset, ref.numel] = whole * share
-        reads = {v: min(self.elements(v), _union(found)) for v, found in views.items()}
+        tokens = self.part.traced.tokens
+        reads = {v: min(self.elements(v), _union(found, tokens)) for v, found in views.items()}
         writes = {
             ref.value: self.elements(ref.value)
             for op in unit
@@ -248,11 +249,11 @@ class Graph:
         return self.named[value]
 
 
-def _union(views: Mapping[tuple[int, int], float]) -> float:
+def _union(views: Mapping[tuple[int, int], float], tokens: int) -> float:
     """Elements of views of one value, those inside another (halves of heads) not counted twice."""
     taken: dict[tuple[int, int], float] = {}
     for (offset, numel), size in sorted(views.items(), key=lambda item: -item[0][1]):
-        within = any(at <= offset < at + whole / TOKENS for at, whole in taken)
+        within = any(at <= offset < at + whole / tokens for at, whole in taken)
         if not within:
             taken[offset, numel] = size
     return sum(taken.values())

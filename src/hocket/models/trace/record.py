@@ -21,9 +21,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.spec.errors import ModelError
 
-BATCH, SEQUENCE = 1009, 1013
-TOKENS = BATCH * SEQUENCE
-_WIDTHS = (SEQUENCE, SEQUENCE + 1)
+
+@dataclasses.dataclass(frozen=True)
+class TracedSize:
+    """Rows and tokens of each that are traced."""
+
+    rows: int = 1009
+    sequence: int = 1013
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+    @property
+    def prime(self) -> bool:
+        """Whether a count of elements alone tells what it grows with."""
+        return self.rows == TracedSize.rows
+
+
+PRIMES = TracedSize()
+SHORTER = (509, 251, 127, 61, 31)
+"""Sequences of models that have fewer positions."""
 
 MOST_OPERATIONS = 12000
 """Of one part; a block of attention and experts has some hundred."""
@@ -49,28 +67,30 @@ class Value:
     numel: int
     itemsize: int
     floating: bool
+    traced: TracedSize = PRIMES
 
     @property
     def square(self) -> bool:
         """Scores: as many as the sequence has positions, or one more for an attention sink."""
-        return any(self.numel % (TOKENS * width) == 0 for width in _WIDTHS)
+        return self._width() is not None
 
     @property
     def by_token(self) -> bool:
-        return self.numel % TOKENS == 0
+        return self.numel % self.traced.tokens == 0
 
     @property
     def by_position(self) -> bool:
         """A table of floating-point numbers for each position of a sequence."""
-        return self.floating and not self.by_token and self.numel % SEQUENCE == 0
+        return self.floating and not self.by_token and self.numel % self.traced.sequence == 0
 
     @property
     def per_token(self) -> float:
         """Elements per token, and per token and position of the sequence where it is square."""
-        for width in _WIDTHS:
-            if self.numel % (TOKENS * width) == 0:
-                return self.numel / (TOKENS * width)
-        return self.numel / TOKENS
+        return self.numel / (self.traced.tokens * (self._width() or 1))
+
+    def _width(self) -> int | None:
+        widths = (self.traced.sequence, self.traced.sequence + 1)
+        return next((w for w in widths if self.numel % (self.traced.tokens * w) == 0), None)
 
 
 @dataclasses.dataclass
@@ -98,6 +118,7 @@ class TracedOp:
 class TracedPart:
     """What ran in one part of the model: the embedding, one block, the head."""
 
+    traced: TracedSize = PRIMES
     forward: list[TracedOp] = dataclasses.field(default_factory=list)
     backward: list[TracedOp] = dataclasses.field(default_factory=list)
     saved: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -114,13 +135,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         parameters: every parameter of the model by name.
+        traced: what is run.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], traced: TracedSize = PRIMES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = {_key(p): name for name, p in parameters.items()}
         self.values: dict[int, Value] = {}
-        self.part = TracedPart()
+        self.traced = traced
+        self.part = TracedPart(traced)
         self.path: list[str] = [""]
         self.in_backward = False
         self.paused = False
@@ -136,6 +159,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 numel=storage.nbytes() // tensor.element_size(),
                 itemsize=tensor.element_size(),
                 floating=tensor.dtype.is_floating_point,
+                traced=self.traced,
             )
         return Ref(key, int(tensor.storage_offset()), tensor.numel())
 

@@ -16,11 +16,21 @@ from hocket.models import skeleton
 from hocket.models.lora import is_linear
 from hocket.models.rows import one_sequence_each
 from hocket.models.trace.grouped import GroupedProducts
-from hocket.models.trace.record import BATCH, SEQUENCE, OpRecorder, TracedKernels, TracedPart
+from hocket.models.trace.record import (
+    PRIMES,
+    SHORTER,
+    OpRecorder,
+    TracedKernels,
+    TracedPart,
+    TracedSize,
+)
 from hocket.spec.errors import ModelError
 
 _OWN = ("idx", "layer_i", "layer_n", "training")
 """Parts of attribute names that say which layer a module is, not what it does."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+_OFFSET = 2
+"""Positions that some families leave out, before the first."""
 
 
 @dataclasses.dataclass
@@ -40,8 +50,41 @@ class Run:
     linear: frozenset[str]
 
 
-def run(config: Any, dtype: torch.dtype = torch.bfloat16, *, frozen: bool = False) -> Run:
+def run(
+    config: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    frozen: bool = False,
+    traced: TracedSize | None = None,
+) -> Run:
     """Build the model on fake tensors (real sizes, no memory) and run what differs once.
+
+    `traced`: rows and tokens; None: prime numbers, and where the model has fewer positions or masks
+    than that, as many as it has.
+
+    Raises:
+        ModelError: as `_run`.
+    """
+    if traced is not None:
+        return _run(config, dtype, frozen, traced)
+    try:
+        return _run(config, dtype, frozen, PRIMES)
+    except ModelError:
+        positions = min((n for n in _positions(config)), default=PRIMES.sequence)
+        shorter = next((n for n in SHORTER if n + _OFFSET <= positions), None)
+        if positions > PRIMES.sequence or shorter is None:
+            raise
+        return _run(config, dtype, frozen, TracedSize(sequence=shorter))
+
+
+def _positions(config: Any) -> list[int]:
+    """Numbers of positions, by the names that families have for them."""
+    values = config.to_dict()
+    return [values[name] for name in _POSITIONS if isinstance(values.get(name), int)]
+
+
+def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> Run:
+    """As `run`, at one size.
 
     `dtype` is that of its weights: what a model casts to fp32 and back costs nothing in fp32. Where
     it is `frozen`, no weight has a gradient.
@@ -58,9 +101,9 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16, *, frozen: bool = Fals
     kinds = _kinds(layers)
     picked = sorted(set(kinds))
     parameters = dict(model.named_parameters())
-    recorder = OpRecorder(parameters)
-    parts = {"embedding": recorder.part, "head": TracedPart()}
-    parts |= {str(index): TracedPart() for index in picked}
+    recorder = OpRecorder(parameters, traced)
+    parts = {"embedding": recorder.part, "head": TracedPart(traced)}
+    parts |= {str(index): TracedPart(traced) for index in picked}
     following = _Layers(recorder, parts, layers, kinds)
     watched = {f"{name}.{index}" for index in picked}
     try:
@@ -71,7 +114,7 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16, *, frozen: bool = Fals
                 TracedKernels(recorder),
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
             ):
-                ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+                ids = torch.zeros(traced.rows, traced.sequence, dtype=torch.long)
                 logits = model(input_ids=ids, use_cache=False).logits
                 recorder.path.append("loss")
                 width = logits.shape[-1]

@@ -90,6 +90,13 @@ def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> ProxyVerdict:
     return ProxyVerdict(stages=try_stages(config_of(config, dropout=0.0), attention))
 
 
+def pages_verdict(config: dict[str, Any]) -> str:
+    """`try_pages` of a configuration dictionary, in this process; nothing is cached."""
+    from hocket.models.skeleton import config_of
+
+    return try_pages(config_of(config, dropout=0.0))
+
+
 def try_stages(config: Any, attention: str) -> str:
     """Why the proxy model of a configuration cannot be cut; empty where the cut changes nothing."""
     import copy

@@ -61,7 +61,7 @@ def self_check(config: Any) -> float:
     try:
         module = _paged(proxy, plain)
     except ModelError as error:
-        # Some families look their own attention class up by the implementation's name.
+        # Falcon looks its own attention class up by the implementation's name.
         if attention.NAME in error.message:
             raise no_attention(config, plain) from None
         raise
