@@ -72,7 +72,7 @@ def _serve(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]
     for rank in found.ranks:
         predicted = found.predicted_peak(rank)
         if predicted is not None:
-            errors.append(predicted / found._held(found.ranks[rank]) - 1)
+            errors.append(predicted / found.held(found.ranks[rank]) - 1)
     return {
         "outcome": OK if found.ends else "hangs",
         "why": "",

@@ -5,13 +5,18 @@ Each rank is executed by the worker that `hocket rehearse --serve` starts.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hocket.cli.rehearse import print_serving
 from hocket.jobs.serving import rehearse as job
+from hocket.jobs.serving.rehearsal_fit import require
+from hocket.spec.errors import LayoutError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.serving import ServeOptions
@@ -79,6 +84,34 @@ def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels:
         assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.02)
         assert predicted["token"] * one["memory"]["cache_tokens"] == one["memory"]["cache"]
     assert all(name in found.text() for name in ("fa2", "CUDA graphs", "not seen"))
+
+
+def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `hocket serve --dry-run` and `hocket rehearse --serve` do before a rank starts."""
+    spec = replica("llama", "tp1")
+    found = job.rehearse(spec)
+    require(found, spec)
+    held = found.held(found.ranks[0])
+    small = dataclasses.replace(found, device_memory=int(0.8 * held))
+    monkeypatch.setattr(job, "rehearse", lambda spec, gpu: small)
+    with pytest.raises(LayoutError, match=r"rank 0 needs .* of weights, .* H100") as caught:
+        print_serving(spec, gpu="H100", json=True)
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == [held]
+    assert caught.value.hint == "--layout tp2"
+    tiny = dataclasses.replace(found, device_memory=1000)
+    with pytest.raises(LayoutError) as caught:
+        require(tiny, spec)
+    assert caught.value.hint is None
+
+
+def test_a_replica_that_does_not_end_is_rejected() -> None:
+    spec = replica("llama", "tp1")
+    verdict = {"ends": False, "waiting": ["rank 0 waits for rank 1"]}
+    found = SimpleNamespace(verdicts={"eager": verdict}, stands_for={0: 0, 1: 1})
+    with pytest.raises(ScheduleError, match="1 of 2 ranks of a replica deadlock"):
+        require(found, spec)
 
 
 def test_what_reads_the_device_is_named_and_not_captured() -> None:

@@ -155,7 +155,7 @@ def _matrix(flags: RehearseFlags, written: Collection[str]) -> int:
 
 
 def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
-    """Rehearse a replica. Returns 0, or 1 if a step does not end or does not fit."""
+    """Rehearse a replica, as `print_serving`."""
     from hocket.jobs.request import request
     from hocket.jobs.serving import rehearse as job
 
@@ -171,9 +171,12 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
 
 
 def print_serving(spec: RunSpec, *, gpu: str, json: bool) -> int:
-    """Rehearse one replica and print the report; as `_serve`."""
+    """Rehearse one replica and print the report. Returns 0. Raises HocketError if its steps do not
+    end or do not fit."""
+    from hocket.jobs.serving.rehearsal_fit import require
     from hocket.jobs.serving.rehearse import rehearse
 
     found = rehearse(spec, gpu=gpu)
-    print(found.to_json() if json else found.text())
-    return 0 if found.ends and found.fits else 1
+    print(found.to_json() if json else found.text(), flush=True)
+    require(found, spec)
+    return 0

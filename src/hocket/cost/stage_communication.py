@@ -127,12 +127,14 @@ class StageShare:
         experts_per_token: int = 0,
         layout: Layout | None = None,
         trained: Collection[str] | None = None,
+        constant: Collection[str] = (),
         fp8: Collection[str] = (),
         routing_width: int = 1,
     ) -> StageShare:
         """Read off a stage's plan and placements (by global parameter name, in module order).
 
-        `trained`: names of the parameters that have a gradient, adapters; None: all of them.
+        `trained`: names of the parameters that have a gradient, adapters; None: all of them but
+        the `constant` ones, to which the model itself gives no gradient (biases of a router).
         `fp8`: modules that multiply in fp8, which keep their whole input for backward.
         `routing_width`: bytes of a routing weight over those of an activation.
 
@@ -146,7 +148,7 @@ class StageShare:
         everything = [p for p in placements.values() if _is_own(p, placements)]
         every = [p for p in everything if not p.is_expert]
         moved = [p for p in everything if p.is_expert]
-        own = [p for p in every if trained is None or p.name in trained]
+        own = [p for p in every if _is_trained(p, trained, constant)]
         e = element_bytes
 
         def late(p: Placement) -> bool:
@@ -154,7 +156,8 @@ class StageShare:
                 num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()}
             )
 
-        fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
+        weights = experts_per_token * routing_width
+        fields = _sums(plan.tensor, placements, tp, weights) if tp > 1 else {}
         slices = tp > 1 and layout is not None and layout.sequence_parallel
         if slices:
             fields |= _slices(plan, placements, fields, experts_per_token, routing_width)
@@ -197,7 +200,7 @@ class StageShare:
             frozen=tuple(
                 (block_of(p.name, plan.stages), math.prod(p.local_shape) * e, late(p))
                 for p in every
-                if trained is not None and p.name not in trained
+                if not _is_trained(p, trained, constant)
             ),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
@@ -206,12 +209,12 @@ class StageShare:
             expert_gradients=tuple(
                 (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
                 for p in moved
-                if trained is None or p.name in trained
+                if _is_trained(p, trained, constant)
             ),
             expert_frozen=tuple(
                 (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
                 for p in moved
-                if trained is not None and p.name not in trained
+                if not _is_trained(p, trained, constant)
             ),
             **fields,
         )
@@ -263,6 +266,13 @@ def _attentions(
 def _is_own(placement: Placement, placements: Mapping[str, Placement]) -> bool:
     """Whether a name is a parameter of its own here, not a second name of one on this stage."""
     return placement.tie is None or placement.tie not in placements
+
+
+def _is_trained(
+    placement: Placement, trained: Collection[str] | None, constant: Collection[str]
+) -> bool:
+    """Whether a parameter has a gradient."""
+    return placement.name not in constant if trained is None else placement.name in trained
 
 
 def _count(table: dict[str, int], key: str, number: int) -> None:

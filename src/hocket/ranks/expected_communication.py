@@ -101,7 +101,7 @@ def rows(
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     routing = element_bytes
     choices = int(source.config.get("num_experts_per_tok") or 0)
-    if layout.splits_experts or (layout.tp > 1 and layout.sequence_parallel):
+    if layout.splits_experts or layout.tp > 1:
         routing, choices = _routing(skeleton, plan) or (element_bytes, choices)
     device = spec.options.device
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -168,6 +168,7 @@ def rows(
             trained=None
             if lora is None
             else {place.name for pair in products.values() for place in pair},
+            constant=constant,
             stage=stage,
             tp=layout.tp,
             num_stages=num_stages,
@@ -176,6 +177,7 @@ def rows(
             layout=layout,
         )
 
+    constant = {name for name, p in skeleton.named_parameters() if not p.requires_grad}
     heads = _heads(spec, source)
     shares: dict[tuple[int, int, int], StageShare] = {}
     places = {rank: i for row in layout.expert_groups("expert") for i, rank in enumerate(row)}

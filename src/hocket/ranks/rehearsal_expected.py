@@ -95,6 +95,28 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
     ]
 
 
+def first_served_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
+    """The first of some layouts of one replica, in each rank of which weights, the largest step and
+    the cache of one longest request are predicted to take at most `allowed` bytes.
+
+    Args:
+        spec: a RunSpec of a replica as JSON; its own layout is not looked at.
+    """
+    job = RunSpec.from_json(spec)
+    assert job.serving is not None
+    longest = job.serving.max_model_len or 0
+    for text in layouts:
+        layout = dataclasses.replace(Layout.parse(text), microbatches=1)
+        try:
+            stages = _serving(dataclasses.replace(job, layout=layout))
+        except HocketError:
+            continue
+        most = max(one["weights"] + one["step"] + one["token"] * longest for one in stages)
+        if most <= allowed:
+            return text
+    return None
+
+
 def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
     """The first of some layouts whose ranks are predicted to allocate at most `allowed` bytes.
 

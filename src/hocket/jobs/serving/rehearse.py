@@ -68,10 +68,11 @@ class ServingReport:
     @property
     def fits(self) -> bool:
         """Whether weights, the largest step and a cache fit each GPU."""
-        return all(self._held(one) <= self.device_memory for one in self.ranks.values())
+        return all(self.held(one) <= self.device_memory for one in self.ranks.values())
 
     @staticmethod
-    def _held(one: dict[str, Any]) -> int:
+    def held(one: dict[str, Any]) -> int:
+        """Bytes of an executed rank: weights, the largest step and the cache."""
         memory = one["memory"]
         return int(memory["weights"] + memory["step"] + memory["cache"])
 
@@ -103,7 +104,7 @@ class ServingReport:
                 "layout": self.layout,
                 "gpu": self.gpu,
                 "ranks": list(every),
-                "peak_bytes": [self._held(self.ranks[e]) for e in every.values()],
+                "peak_bytes": [self.held(self.ranks[e]) for e in every.values()],
                 "predicted_peak_bytes": [self.predicted_peak(rank) for rank in every],
                 "host_reads": sum(row["count"] for row in self.host_reads()),
                 "host_read_places": self.host_reads(),
