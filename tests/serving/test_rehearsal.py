@@ -15,7 +15,7 @@ import pytest
 
 from hocket.cli.rehearse import print_serving
 from hocket.jobs.serving import rehearse as job
-from hocket.jobs.serving.rehearsal_fit import require
+from hocket.jobs.serving.rehearsal_fit import require_replica
 from hocket.spec.errors import LayoutError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -92,7 +92,7 @@ def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
     """As `hocket serve --dry-run` and `hocket rehearse --serve` do before a rank starts."""
     spec = replica("llama", "tp1")
     found = job.rehearse(spec)
-    require(found, spec)
+    require_replica(found, spec)
     held = found.held(found.ranks[0])
     small = dataclasses.replace(found, device_memory=int(0.8 * held))
     monkeypatch.setattr(job, "rehearse", lambda spec, gpu: small)
@@ -102,7 +102,7 @@ def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
     assert caught.value.hint == "--layout tp2"
     tiny = dataclasses.replace(found, device_memory=1000)
     with pytest.raises(LayoutError) as caught:
-        require(tiny, spec)
+        require_replica(tiny, spec)
     assert caught.value.hint is None
 
 
@@ -111,7 +111,7 @@ def test_a_replica_that_does_not_end_is_rejected() -> None:
     verdict = {"ends": False, "waiting": ["rank 0 waits for rank 1"]}
     found = SimpleNamespace(verdicts={"eager": verdict}, stands_for={0: 0, 1: 1})
     with pytest.raises(ScheduleError, match="1 of 2 ranks of a replica deadlock"):
-        require(found, spec)
+        require_replica(found, spec)
 
 
 def test_what_reads_the_device_is_named_and_not_captured() -> None:

@@ -173,10 +173,10 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
 def print_serving(spec: RunSpec, *, gpu: str, json: bool) -> int:
     """Rehearse one replica and print the report. Returns 0. Raises HocketError if its steps do not
     end or do not fit."""
-    from hocket.jobs.serving.rehearsal_fit import require
+    from hocket.jobs.serving.rehearsal_fit import require_replica
     from hocket.jobs.serving.rehearse import rehearse
 
     found = rehearse(spec, gpu=gpu)
     print(found.to_json() if json else found.text(), flush=True)
-    require(found, spec)
+    require_replica(found, spec)
     return 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.rehearsal_reason import explained
+from hocket.jobs.rehearsal_reason import proxy_reason
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, step_failed
 from hocket.jobs.request import JobRequest
 from hocket.spec.errors import LayoutError, OptionError
@@ -251,7 +251,7 @@ def rehearse(
                 say(f"executed {len(executed)} of {len(wanted)} ranks")
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
-            raise explained(job.spec, step_failed(job.spec.model, found))
+            raise proxy_reason(job.spec, step_failed(job.spec.model, found))
     verdicts: dict[str, OrderVerdict] = {}
     if len(stands_for) == layout.world_size:
         from hocket.simulation.nccl import RULES, check

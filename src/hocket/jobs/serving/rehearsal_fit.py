@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hocket.jobs.serving.rehearse import ServingReport
 
 
-def require(found: ServingReport, spec: RunSpec) -> None:
+def require_replica(found: ServingReport, spec: RunSpec) -> None:
     """Reject a replica whose steps do not end, or that does not fit its GPUs.
 
     Args:
@@ -38,7 +38,7 @@ def require(found: ServingReport, spec: RunSpec) -> None:
         return
     rank, one = max(found.ranks.items(), key=lambda item: found.held(item[1]))
     memory = one["memory"]
-    other = nearest(found, spec)
+    other = nearest_replica(found, spec)
     raise LayoutError(
         f"rank {rank} needs {format_bytes(found.held(one))}: {format_bytes(memory['weights'])} of "
         f"weights, {format_bytes(memory['step'])} for the largest step and "
@@ -48,11 +48,11 @@ def require(found: ServingReport, spec: RunSpec) -> None:
     )
 
 
-def nearest(found: ServingReport, spec: RunSpec) -> str | None:
+def nearest_replica(found: ServingReport, spec: RunSpec) -> str | None:
     """The first of the alternatives that is predicted to fit; None: none of them is."""
     from hocket.jobs.rehearsal_workers import RehearsalWorkers
 
-    texts = list(dict.fromkeys(one.axes_text() for one in alternatives(spec)))
+    texts = list(dict.fromkeys(one.axes_text() for one in larger_replicas(spec)))
     task = {
         "task": "call",
         "entry": "hocket.ranks.rehearsal_expected:first_served_fit",
@@ -68,7 +68,7 @@ def nearest(found: ServingReport, spec: RunSpec) -> str | None:
     return text
 
 
-def alternatives(spec: RunSpec) -> Iterator[Layout]:
+def larger_replicas(spec: RunSpec) -> Iterator[Layout]:
     """Layouts of one replica with more ranks: of tp up to those of one node, then of pp."""
     from hocket.jobs.serving.request import legal
     from hocket.models.source import of_run

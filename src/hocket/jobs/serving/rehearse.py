@@ -227,7 +227,7 @@ def rehearse(
         OptionError: an unknown GPU, or no C++ compiler.
         ModelError: the model cannot be served, or a rank cannot execute its steps.
     """
-    from hocket.jobs.rehearsal_reason import explained, require_pages
+    from hocket.jobs.rehearsal_reason import proxy_reason, require_pages
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
     from hocket.jobs.rehearse import device_of, traces_of
@@ -263,7 +263,7 @@ def rehearse(
             executed[found.rank], said[found.rank] = found, event["value"]["serving"]
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
-            raise explained(spec, step_failed(spec.model, found))
+            raise proxy_reason(spec, step_failed(spec.model, found))
     traces = traces_of(executed, stands_for)
     return ServingReport(
         model=spec.model,
