@@ -57,12 +57,12 @@ OUTSIDE: dict[str, set[str]] = {
         "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
         "tqdm",  # whose bars huggingface_hub asks for
     },
-    "runtime": {"torch", "numpy", "torchao", "triton", "fsspec"},
+    "runtime": {"torch", "numpy", "torchao", "triton", "fsspec", "bitsandbytes"},
     "launch": {"torch"},
     "probing": {"torch", "numpy", "pynvml"},
     "training": {
         "torch", "numpy", "tokenizers", "transformers", "datasets", "pyarrow", "tensorboard",
-        "wandb", "mlflow",
+        "wandb", "mlflow", "bitsandbytes",
     },
     "serving": {
         "torch", "numpy", "transformers", "tokenizers",

@@ -39,7 +39,7 @@ TRAINING = {
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "max_corrupt_records", "verify_every",
     "slow_rank_factor",
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "quantize_base",
 }  # fmt: skip
 
 SERVICE = {
@@ -57,7 +57,7 @@ FLAGS = {
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
         "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb", "lora_rank",
-        "lora_targets",
+        "lora_targets", "quantize_base",
         "trust_remote_code", "json", "matrix", "models", "schedules", "options", *LAYOUT,
     },
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
@@ -67,7 +67,8 @@ FLAGS = {
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
-        "lora_alpha", "lora_targets", "attention", "context_parallel", "device", "backend",
+        "lora_alpha", "lora_targets", "quantize_base", "attention", "context_parallel", "device",
+        "backend",
         "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
         *LAYOUT,
     },
@@ -100,8 +101,8 @@ FLAGS = {
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "dtype", "grad_dtype", "stack", "lora_rank",
-        "lora_targets", "save_seconds", "restart_seconds", "failures", "repair_hours",
-        "expert_imbalance", "html",
+        "lora_targets", "quantize_base", "save_seconds", "restart_seconds", "failures",
+        "repair_hours", "expert_imbalance", "html",
         "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},

@@ -24,6 +24,7 @@ Layouts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT...")]
 _OF_A_MATRIX = ("quick", "types", "layouts")
 _OF_TRAINING = (
     "steps", "seq_len", "global_batch", "lr", "packing", "lora_rank", "lora_alpha", "lora_targets",
+    "quantize_base",
 )  # fmt: skip
 
 
@@ -51,6 +52,8 @@ class Check:
         lora_rank: compare the training of LoRA adapters of this rank with peft's.
         lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
         lora_targets: linear layers that LoRA adapts (default: all but the output head).
+        quantize_base: with --lora-rank, compare with a base in bitsandbytes' own 4-bit layers. One
+            of: nf4 (default: as --dtype).
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses
             (heads are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
@@ -83,6 +86,7 @@ class Check:
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_targets: str | None = None
+    quantize_base: str | None = None
     attention: str = "sdpa"
     context_parallel: str = "auto"
     device: str = "auto"
@@ -127,8 +131,11 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(lines(report)))
         if report.ok:
-            layout = ["--layout", report.layout]
-            show(["train", flags.model, "--data", "DATA", *layout])
+            words = ["train", flags.model, "--data", "DATA", "--layout", report.layout]
+            for name in ("lora_rank", "lora_alpha", "lora_targets", "quantize_base"):
+                if name in said:
+                    words += [f"--{name.replace('_', '-')}", str(said[name])]
+            show(words)
     return 0 if report.ok else 1
 
 

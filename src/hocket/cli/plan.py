@@ -58,6 +58,8 @@ class PlanFlags:
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
+        quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
+            nf4 (default: as --dtype).
         save_seconds: seconds that a save stops training, for the expected goodput (default: the
             state written at 2 GB/s per node).
         restart_seconds: seconds from a failure to the next step (default: 300).
@@ -105,6 +107,7 @@ class PlanFlags:
     price_list: Text = None
     lora_rank: Count = None
     lora_targets: Text = None
+    quantize_base: Text = None
     save_seconds: Number = None
     restart_seconds: Number = None
     failures: Number = None
@@ -143,6 +146,7 @@ TRAINING = (
     "stack",
     "lora_rank",
     "lora_targets",
+    "quantize_base",
     "save_seconds",
     "restart_seconds",
     "failures",
@@ -200,6 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         stack=flags.stack,
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,
+        quantize_base=flags.quantize_base,
         emit=flags.emit,
         price_list=flags.price_list,
         save_seconds=flags.save_seconds,

@@ -47,6 +47,8 @@ class RehearseFlags:
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
+        quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
+            nf4 (default: as --dtype).
         trust_remote_code: run Python code that the model directory contains.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
         json: print one JSON object, and nothing else on stdout; with --matrix one per job.
@@ -74,6 +76,7 @@ class RehearseFlags:
     bucket_mb: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     lora_rank: Count = None
     lora_targets: Text = None
+    quantize_base: Text = None
     trust_remote_code: bool = False
     serve: bool = False
     json: bool = False
@@ -85,7 +88,7 @@ class RehearseFlags:
 
 PASSED = (
     "seq_len", "dtype", "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb",
-    "lora_rank", "lora_targets", "trust_remote_code",
+    "lora_rank", "lora_targets", "quantize_base", "trust_remote_code",
 )  # fmt: skip
 """Flags that are options of a training job."""
 

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Collection
 
 from hocket.cost.measured_rates import BYTES
-from hocket.spec.errors import OptionError, nearest
+from hocket.spec.errors import OptionError, nearest, unknown
 from hocket.spec.model_shape import (
     BlockShape,
     MatrixProduct,
@@ -26,6 +26,7 @@ from hocket.spec.model_shape import (
     Saved,
     Weight,
 )
+from hocket.spec.precision import QUANTIZED_BASES
 from hocket.spec.run import RunSpec, target_words
 
 VIEWS = {"memory_bound": "fused", "unfused": "eager"}
@@ -41,11 +42,38 @@ def of_run(shape: ModelShape, spec: RunSpec) -> ModelShape:
         options.lora_rank,
         target_words(options.lora_targets),
         element_bytes=BYTES[spec.workload.dtype],
+        base=options.quantize_base,
     )
 
 
+def of_options(
+    shape: ModelShape, rank: int | None, targets: str | None, base: str | None = None
+) -> ModelShape:
+    """The shape as it is trained: with adapters of that rank, or as it is where there is none.
+
+    Raises:
+        OptionError: targets without a rank, a rank below 1, or a layer that is not there.
+    """
+    if rank is None:
+        if targets is not None:
+            raise OptionError(
+                "--lora-targets names layers, and no rank is given", hint="--lora-rank 8"
+            )
+        if base is not None:
+            raise OptionError(
+                "--quantize-base is for a frozen model, and no rank is given", hint="--lora-rank 8"
+            )
+        return shape
+    return adapted(shape, rank, target_words(targets), base=base)
+
+
 def adapted(
-    shape: ModelShape, rank: int, targets: Collection[str] = (), *, element_bytes: int = 2
+    shape: ModelShape,
+    rank: int,
+    targets: Collection[str] = (),
+    *,
+    element_bytes: int = 2,
+    base: str | None = None,
 ) -> ModelShape:
     """The shape under LoRA.
 
@@ -55,6 +83,8 @@ def adapted(
         element_bytes: of an activation, in the type that the shape was traced in.
         targets: names of layers, or their ends after a dot (`q_proj`); none: every linear layer but
             the head. Stacked experts are no linear layers.
+        base: the quantization of the frozen linear layers (`QUANTIZED_BASES`), as `--quantize-base`
+            has it. The time of their unpacking is not estimated.
 
     Raises:
         OptionError: a rank below 1, or a target that is in no layer, with the nearest.
@@ -70,8 +100,14 @@ def adapted(
                 f"{shape.name} has no linear layer {word!r}; it has {', '.join(leaves)}",
                 hint=f"--lora-targets {near or 'all-linear'}",
             )
+    if base is not None and base not in QUANTIZED_BASES:
+        message, hint = unknown("quantize_base", base, QUANTIZED_BASES)
+        raise OptionError(message, hint=hint)
+    smaller = 1.0 if base is None else QUANTIZED_BASES[base] / element_bytes
     blocks = {
-        name: _adapted(block, rank, targets, element_bytes) if name in layers else _frozen(block)
+        name: _stored(_adapted(block, rank, targets, element_bytes), smaller)
+        if name in layers
+        else _frozen(block)
         for name, block in shape.blocks.items()
     }
     return dataclasses.replace(shape, blocks=blocks)
@@ -90,6 +126,18 @@ def _frozen(block: BlockShape) -> BlockShape:
         block,
         products=tuple(dataclasses.replace(p, frozen=True) for p in block.products),
         weights=tuple(dataclasses.replace(w, frozen=True) for w in block.weights),
+    )
+
+
+def _stored(block: BlockShape, smaller: float) -> BlockShape:
+    """The block, the frozen weights of its linear layers stored in a fraction of their bytes."""
+    names = {f"{p.name}.weight" for p in _linear(block)}
+    return dataclasses.replace(
+        block,
+        weights=tuple(
+            dataclasses.replace(w, stored=smaller) if w.frozen and w.name in names else w
+            for w in block.weights
+        ),
     )
 
 

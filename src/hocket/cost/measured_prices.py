@@ -454,10 +454,9 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
-    whole = sum(map(job.elements, held))
-    values = whole
+    values = sum(job.elements(w) * w.stored for w in held)
     if job.layout.zero == 3:
-        values = sum(job.elements(w) // job.states(w) for w in held)
+        values = sum(job.elements(w) // job.states(w) * w.stored for w in held)
     held = trained(held)
     elements = sum(map(job.elements, held))
     mine = sum(job.elements(w) // job.states(w) for w in held)
@@ -465,7 +464,7 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     masters = 0 if exact else 4 * mine
     gradients = mine if job.layout.zero else elements
     return {
-        "parameters": values * job.element_bytes,
+        "parameters": round(values * job.element_bytes),
         "gradients": gradients * GRADIENT_BYTES,
         # Two moments, a step's number for each tensor, and masters of what is not fp32.
         "optimizer": 8 * mine + 4 * len(held) + masters,

@@ -151,7 +151,7 @@ def blocks_of(
                 + _fp8_bytes(job, block),
                 first=first,
                 then=tuple(i for i in own if i not in first),
-                values=sum(map(job.elements, held[at])) * job.element_bytes,
+                values=round(sum(job.elements(w) * w.stored for w in held[at]) * job.element_bytes),
             )
         )
     return found

@@ -310,7 +310,7 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
 
     def weights(kind: str, *, trained: bool = False) -> Floats:
         chosen = (w for w in block.weights if not (trained and w.frozen))
-        return _one(sum(w.elements for w in chosen if divided_by(w) == kind))
+        return _one(sum(w.elements * w.stored for w in chosen if divided_by(w) == kind))
 
     squares = [m for m in block.unfused if m.square]
     heads = max(sum(a.heads for a in block.attention), 1)

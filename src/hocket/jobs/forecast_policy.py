@@ -157,6 +157,7 @@ def by_catalogue(
             top=PROPOSED,
             lora_rank=options.lora_rank,
             lora_targets=options.lora_targets,
+            quantize_base=options.quantize_base,
         )
         for one in found.layouts:
             layout = legal(one.layout) if one.fits else None

@@ -49,6 +49,7 @@ def plan(
     explain: bool = False,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
+    quantize_base: str | None = None,
 ) -> TrainingPlan:
     """The best layouts of a model on a measured machine, or one layout foretold.
 
@@ -73,6 +74,7 @@ def plan(
     asked = problem(
         model, cluster, seq_len=seq_len, global_batch=global_batch, precision=precision,
         layout=layout, lora_rank=lora_rank, lora_targets=lora_targets,
+        quantize_base=quantize_base,
     )  # fmt: skip
     source, spec, shape, machine = asked.source, asked.spec, asked.shape, asked.machine
     measured, workload = machine.measured, spec.workload
@@ -112,6 +114,7 @@ def plan(
         machine=_words(measured),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        quantize_base=quantize_base,
     )
 
 
@@ -141,6 +144,7 @@ def problem(
     layout: Layout | None = None,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
+    quantize_base: str | None = None,
 ) -> MachinePlanRequest:
     """What is asked of a machine of CPU cores, and its model traced.
 
@@ -169,7 +173,8 @@ def problem(
         )
     asked = request(
         {"model": model, "seq_len": seq_len, "global_batch": global_batch, "dtype": precision,
-         "device": "cpu", "lora_rank": lora_rank, "lora_targets": lora_targets}
+         "device": "cpu", "lora_rank": lora_rank, "lora_targets": lora_targets,
+         "quantize_base": quantize_base}
     )  # fmt: skip
     source = resolve(model, weights=False)
     words = tokenizer.resolve(None, model_dir=source.tokenizer)

@@ -19,6 +19,7 @@ from hocket.spec.allowed_memory import MOST_RANKS, Allowed
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
+from hocket.spec.precision import QUANTIZED_BASES
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.units import format_bytes, parse_bytes
 
@@ -81,7 +82,9 @@ def _least(spec: RunSpec) -> float:
 
     sizes, layout = of_run(spec).dimensions, spec.layout
     width = sizes.hidden_size
-    state = 4 if spec.options.lora_rank is not None else 16
+    base = spec.options.quantize_base
+    state = 4.0 if spec.options.lora_rank is not None else 16.0
+    state = state if base is None else QUANTIZED_BASES[base]
     tokens = spec.workload.global_batch * spec.workload.seq_len / (layout.microbatches or 1)
     activations = tokens * (34 * width * sizes.num_layers + 8 * sizes.vocab_size)
     return defaults.parameters(sizes) * state * (1 if layout.zero else layout.dp) + activations

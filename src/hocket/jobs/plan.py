@@ -40,6 +40,7 @@ def plan(
     stack: str | None = None,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
+    quantize_base: str | None = None,
     emit: str | None = None,
     price_list: str | None = None,
     save_seconds: float | None = None,
@@ -63,7 +64,8 @@ def plan(
             fp16: fp16).
         stack: one of `planning.stacks`: its constants estimate a step, and only layouts that it can
             run are ranked. None: Megatron-Core's constants, any layout.
-        lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
+        lora_rank, lora_targets, quantize_base: train adapters instead of the model, as `hocket
+            train` does.
         price_list: `hyperscaler`, `specialist` or `all` quotes of the catalogue. None: all.
         emit: a tool of `planning.tools.emit`: only layouts that it can run are ranked.
         save_seconds: that a save stops training. None: the state written by all nodes at
@@ -77,6 +79,7 @@ def plan(
             the smallest cluster that it fits.
     """
     from hocket.catalogue.hardware import with_prices
+    from hocket.cost.adapters import of_options
     from hocket.jobs.adapters import words
     from hocket.jobs.machine import cluster as find_cluster
     from hocket.planning.goodput import plan_goodput
@@ -133,13 +136,14 @@ def plan(
             explain=explain,
             lora_rank=lora_rank,
             lora_targets=lora_targets,
+            quantize_base=quantize_base,
         )
     chosen = None if stack is None else find_stack(stack)
     bounds = [] if chosen is None else [chosen.limits]
     bounds += [] if emit is None else [tool(emit).limits]
     limits = tuple(bounds)
     problem = Problem(
-        shape=trained_shape(shape_of(os.fspath(model)), lora_rank, lora_targets),
+        shape=of_options(shape_of(os.fspath(model)), lora_rank, lora_targets, quantize_base),
         cluster=machines,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -181,6 +185,7 @@ def plan(
         notes=(*found.notes, *words(problem.shape)),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        quantize_base=quantize_base,
         stack="" if chosen is None else chosen.title,
         goodput=plan_goodput(
             problem, found.best, save_seconds, restart_seconds, failures, repair_hours
@@ -198,24 +203,6 @@ def plan(
 def default_precision(gpu: Gpu) -> str:
     """The first of bf16, fp16 and fp32 that a device computes matrix products in."""
     return next((name for name in ("bf16", "fp16", "fp32") if name in gpu.flops), "bf16")
-
-
-def trained_shape(shape: ModelShape, rank: int | None, targets: str | None) -> ModelShape:
-    """The shape as it is trained: with adapters of that rank, or as it is where there is none.
-
-    Raises:
-        OptionError: targets without a rank, a rank below 1, or a layer that is not there.
-    """
-    from hocket.cost.adapters import adapted
-    from hocket.spec.run import target_words
-
-    if rank is None:
-        if targets is not None:
-            raise OptionError(
-                "--lora-targets names layers, and no rank is given", hint="--lora-rank 8"
-            )
-        return shape
-    return adapted(shape, rank, target_words(targets))
 
 
 def shape_of(model: str) -> ModelShape:
@@ -400,7 +387,8 @@ def runs(found: TrainingPlan) -> bool:
 def rehearsal(found: TrainingPlan) -> list[str]:
     """The words of the command that executes the best layout on fake GPUs."""
     words = ["rehearse", found.model, "--layout", str(found.best.layout)]
-    return [*words, "--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
+    words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
+    return words + _adapters(found)
 
 
 def command(found: TrainingPlan) -> list[str]:
@@ -410,8 +398,15 @@ def command(found: TrainingPlan) -> list[str]:
     words += ["--dtype", found.precision]
     if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
         words += ["--grad-dtype", found.grad_dtype]
-    for flag, value in (("rank", found.lora_rank), ("targets", found.lora_targets)):
-        words += [] if value is None else [f"--lora-{flag}", str(value)]
+    return words + _adapters(found)
+
+
+def _adapters(found: TrainingPlan) -> list[str]:
+    """The flags of what is trained instead of the model."""
+    words: list[str] = []
+    for name in ("lora_rank", "lora_targets", "quantize_base"):
+        value = getattr(found, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 

@@ -44,6 +44,12 @@ def checked(
             "grad_dtype is bf16 and dtype fp32: gradients would lose what the parameters keep",
             hint="--dtype bf16",
         )
+    if options.quantize_base is not None and workload.dtype == "fp8":
+        raise OptionError(
+            "--quantize-base stores the base in 4 bits and multiplies in bf16; --dtype fp8 has "
+            "another kind of matmul for the same layers",
+            hint="--dtype bf16",
+        )
     cuda = on_cuda(options)
     halved = schedule is not None and any(
         action.kind in (INPUT, WEIGHT) for rank in schedule.ranks for action in rank

@@ -20,6 +20,7 @@ from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.links import Links
+from hocket.spec.precision import QUANTIZED_BASES
 from hocket.spec.run import TrainOptions, Workload
 from hocket.spec.synonyms import DTYPES, unknown_option
 from hocket.spec.units import parse_duration
@@ -387,7 +388,7 @@ def _check_lora(options: TrainOptions) -> None:
     """Refuse adapters that cannot be, and words about them where there are none."""
     if options.lora_rank is None:
         default = TrainOptions()
-        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "quantize_base"):
             if getattr(options, name) != getattr(default, name):
                 raise OptionError(
                     f"{name} is {getattr(options, name)}, and no lora_rank is given",
@@ -406,3 +407,9 @@ def _check_lora(options: TrainOptions) -> None:
         )
     if importlib.util.find_spec("peft") is None:
         raise OptionError("--lora-rank needs the package peft", hint='pip install "hocket[lora]"')
+    if options.quantize_base is not None:
+        _one_of("quantize_base", options.quantize_base, tuple(QUANTIZED_BASES))
+    if options.quantize_base is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise OptionError(
+            "--quantize-base needs the package bitsandbytes", hint='pip install "hocket[lora]"'
+        )

@@ -54,7 +54,8 @@ class TrainingPlan:
         notes: what a reader should know.
         machine: the CPU cores that were measured, in words, and empty on GPUs; where it is not,
             figures are as a run is foretold, without ranges.
-        lora_rank, lora_targets: of adapters that are trained instead of the model; None: it is.
+        lora_rank, lora_targets, quantize_base: of adapters that are trained instead of the model;
+            None: it is.
         stack: software whose constants estimate it, where it was named: its version and years.
         goodput: of the first layout, on machines that fail; None on CPU cores.
         problem: what was asked, on GPUs; not in the JSON form.
@@ -75,6 +76,7 @@ class TrainingPlan:
     machine: str = ""
     lora_rank: int | None = None
     lora_targets: str | None = None
+    quantize_base: str | None = None
     stack: str = ""
     grad_dtype: str = ""
     goodput: Goodput | None = None

@@ -26,6 +26,7 @@ from hocket.models.source import of_run
 from hocket.rehearsal.device import NUM_DEVICES
 from hocket.rehearsal.execution import Actions, Execution, allocate, executing
 from hocket.rehearsal.memory import LiveMemory
+from hocket.runtime.base_4bit import load_library, quantize_base
 from hocket.runtime.data_parallel.buckets import on_gradient
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.lora import adapt
@@ -101,6 +102,8 @@ class Rehearsal:
         Raises:
             HocketError: the job cannot be executed, whatever its rank.
         """
+        if self.spec.options.quantize_base is not None:
+            load_library()
         begin = time.perf_counter()
         found = RankRehearsal(rank=rank)
         with executing(self.device, rank, self.spec.layout.world_size) as execution:
@@ -160,6 +163,8 @@ class Rehearsal:
         if self.lora is not None:
             adapt(parallel, self.lora, values=False)
         keep_gradients(parallel, self.spec.options)
+        if self.spec.options.quantize_base is not None:
+            quantize_base(parallel)
         if self.spec.workload.dtype == "fp8":
             for stage in parallel.stages:
                 multiply_in_fp8(stage.module, self.plan.stages)

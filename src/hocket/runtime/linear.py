@@ -107,7 +107,8 @@ def linear(
     """
     y: Tensor
     if product is not None:
-        assert weight_gradients is None, "its backward cannot be halved"
+        halved = weight_gradients is not None and weight.requires_grad
+        assert not halved, "its backward cannot be halved"
         y = product(x, weight if transposed else weight.t())
         return y if bias is None else y + bias.to(y.dtype)
     if torch.is_grad_enabled():

@@ -126,7 +126,8 @@ class Weight:
 
     `units` are query heads, key/value heads (each may be held by several ranks where there are
     fewer of them than ranks), feed-forward units or vocabulary rows; 1 where nothing is split.
-    What is `frozen` has neither gradient nor optimizer state.
+    What is `frozen` has neither gradient nor optimizer state. `stored`: its bytes, as a fraction of
+    those in the model's precision (a quantized base).
     """
 
     name: str
@@ -134,6 +135,7 @@ class Weight:
     split: str
     units: int = 1
     frozen: bool = False
+    stored: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,9 @@ from hocket.spec.errors import OptionError, unknown
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of a gradient by its type."""
 
+QUANTIZED_BASES = {"nf4": 0.5 + 4 / 64}
+"""What `--quantize-base` takes, and bytes of an entry: half a byte, and four for 64 entries."""
+
 FULL_WIDTH = ("fp32", "tf32")
 """Precisions whose weights are stored in 32 bits, without a master copy. TF32 is a mode of matrix
 products: it rounds their operands as they are read."""

@@ -39,7 +39,6 @@ VERSION = 1
 CHECKSUM = "crc32"
 """The key of run.json that holds the checksum of its others."""
 
-
 ALL_LINEAR = "all-linear"
 """The word of `--lora-targets` that means every linear layer but the head."""
 
@@ -103,10 +102,10 @@ class TrainOptions:
         eval_fraction: fraction of the documents kept for evaluation; none with --eval-data.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
         eval_batches: global batches per evaluation; 0: all (default: 2, or all of --eval-data).
-        lora_rank: LoRA rank: train adapters of frozen linear layers, through peft (default: full
-            fine-tuning).
+        lora_rank: rank of LoRA adapters, trained through peft (default: full fine-tuning).
         lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
         lora_dropout: dropout probability of the LoRA input.
+        quantize_base: 4-bit type of LoRA's frozen linear layers (QLoRA). One of: nf4.
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
         save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
@@ -187,6 +186,7 @@ class TrainOptions:
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     lora_targets: str | None = None
+    quantize_base: str | None = None
     save_every: int | str = "30m"
     save_mode: str = "auto"
     replicate_state: int = 0

@@ -81,6 +81,7 @@ VALUES = {
     "bf16": ("dtype", "bf16"),
     "fp8": ("dtype", "fp8"),
     "wandb": ("tracker", "wandb"),
+    "load_in_4bit": ("quantize_base", "nf4"),
     "async_save": ("save_mode", "background"),
     "gradient_checkpointing": ("recompute", "full"),
     "recompute_activations": ("recompute", "selective"),

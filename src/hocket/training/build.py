@@ -28,6 +28,7 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import Weights
 from hocket.runtime.allocator import keep_freed_memory
+from hocket.runtime.base_4bit import quantize_base
 from hocket.runtime.context_parallel import whole_rows
 from hocket.runtime.device import claim, pick_backend, pick_device
 from hocket.runtime.fp8 import multiply_in_fp8
@@ -204,6 +205,8 @@ def build_model(
     if lora is not None:
         adapt(parallel, lora)
     keep_gradients(parallel, options)
+    if options.quantize_base is not None:
+        quantize_base(parallel, [each.fill for each in weights])
     if spec.workload.dtype == "fp8":
         why = refused_precision(
             "fp8",

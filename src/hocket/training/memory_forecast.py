@@ -25,6 +25,7 @@ from hocket.models.rows import one_sequence_each
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import of_run
 from hocket.models.trace.grouped import GroupedProducts
+from hocket.runtime.base_4bit import quantize_base
 from hocket.runtime.lora import adapt
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
@@ -170,6 +171,8 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> MemoryBytes:
         if lora is not None:
             adapt(parallel, lora, values=False)
         keep_gradients(parallel, options)
+        if options.quantize_base is not None:
+            quantize_base(parallel)
         parallel.finish()
         parallel.train()
         optimizer = build_optimizer(parallel, options)

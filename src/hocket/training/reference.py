@@ -33,6 +33,7 @@ from hocket.models.lora import peft_model, plain_name
 from hocket.models.own_loss import shifts_labels, takes_labels
 from hocket.models.plans.router import router_loss
 from hocket.models.source import of_run
+from hocket.runtime.base_4bit import load_library
 from hocket.runtime.lora import initial
 from hocket.runtime.rank_state import DTYPES
 from hocket.spec.errors import OptionError
@@ -110,6 +111,8 @@ def write_reference(
     model = _plain(spec, device)
     loss = _OwnLoss(model, spec, device)
     from_seed = of_run(spec).weights is None
+    if spec.options.quantize_base is not None:
+        _in_4bit(model)
     if spec.options.lora_rank is not None:
         model = _with_adapters(model, spec)
     parameters: dict[str, nn.Parameter] = {
@@ -240,6 +243,31 @@ def _with_adapters(model: Any, spec: RunSpec) -> Any:
                 parameter.copy_(initial(place, spec.options.seed))
     adapted.train()
     return adapted
+
+
+def _in_4bit(model: Any) -> None:
+    """Every linear layer but the head as bitsandbytes' own, which rounds its weight to NF4."""
+    load_library()
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+
+    head = model.get_output_embeddings()
+    places = [
+        (parent, key, child)
+        for parent in model.modules()
+        for key, child in parent.named_children()
+        if type(child) is nn.Linear and child is not head
+    ]
+    for parent, key, child in places:
+        weight = child.weight.detach()
+        options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": False}
+        bias, dtype = child.bias is not None, weight.dtype
+        layer: Any = Linear4bit(  # type: ignore[no-untyped-call]
+            child.in_features, child.out_features, bias, dtype, device="meta", **options
+        )
+        rounded: Any = Params4bit(weight, requires_grad=False, **options)
+        layer.weight = rounded.to(weight.device)
+        layer.bias = child.bias
+        setattr(parent, key, layer)
 
 
 def _disturb(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
