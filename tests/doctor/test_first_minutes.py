@@ -191,6 +191,8 @@ def test_every_kernel_of_serving_is_tried_for_every_kind_of_layer() -> None:
         if check.id.startswith("kernel-trial-"):
             names = check.arguments.get("dtypes", ["bfloat16", "float16", "float32"])
             tried.setdefault(check.arguments["kernel"], set()).update(names)
-    assert tried == {kernel.name: {"bfloat16", "float16", "float32"} for kernel in KERNELS}
+    # The kernel of latent vectors is torch's own operations, of no kind of layer of this table.
+    wanted = {kernel.name for kernel in KERNELS if not kernel.latent}
+    assert tried == {name: {"bfloat16", "float16", "float32"} for name in wanted}
     every = list(kinds())
     assert len(set(every)) == len(every) == 3 * len(HEADS) * len(SIZES) * len(VARIANTS) == 144

@@ -29,6 +29,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 GENERATED = ROOT / "docs" / "reference" / "cli.md"
 OF_THE_HUB = (ROOT / "docs" / "how-to" / "hub.md", ROOT / "README.md")
 """Their commands are run in their order, with a Hub on loopback."""
+SIZING = ROOT / "docs" / "how-to" / "serve-plan.md"
+"""Its trace of requests is a file of its command."""
 FEW = {"--steps": "2", "--max-new-tokens": "4", "--port": "0"}
 """What the test makes smaller; everything else runs as it is written."""
 
@@ -103,7 +105,16 @@ def test_the_pages_hold_commands() -> None:
     [w for page in PAGES if page not in OF_THE_HUB for w in commands(page) if quick(w)],
     ids=shlex.join,
 )
-def test_quick_commands_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_commands_run(
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "--trace" in words:
+        monkeypatch.chdir(tmp_path)
+        (shown,) = [b for b in blocks(SIZING, "") if '"arrival"' in b]
+        Path(words[words.index("--trace") + 1]).write_text(shown)
     assert main(words) == 0
     assert capsys.readouterr().out
 

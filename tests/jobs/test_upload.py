@@ -59,7 +59,9 @@ def test_a_run_whose_folder_is_lost_continues_from_its_upload(
     job(tmp_path, "whole", "dp2")
     options: dict[str, Any] = {"upload": url, "keep_checkpoints": 1}
     term = {"kind": "term", "rank": 0, "phase": "step", "step": 6}
-    stopped = job(tmp_path, "run", "dp2", [term], **options)
+    # Ranks agree to stop a few times a second; at full speed the run would be over by then.
+    slow = {"kind": "slow", "rank": 0, "phase": "input", "step": 1, "seconds": 0.25}
+    stopped = job(tmp_path, "run", "dp2", [term, slow], **options)
     assert stopped.stopped
     remote = Remote(url)
     assert remote.checkpoints() == [f"step-{stopped.steps:06d}"]

@@ -56,6 +56,7 @@ class _Gpu:
         return SimpleNamespace(
             device=torch.device("cuda", 0), mesh=None, step_bytes=self.step, num_graphs=graphs,
             trial_graphs=self.trial, drop_trial=self.drop, max_num_batched_tokens=8192,
+            state_bytes=0,
         )  # fmt: skip
 
 

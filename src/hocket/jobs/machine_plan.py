@@ -246,7 +246,8 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasu
     peak = max(same or [p.rate for p in measured.products]) * min(ranks, measured.host.cores)
     step = Range(seconds, seconds, seconds)
     fullest = max(one.memory, key=lambda row: row["total"])
-    talk = sum(one.exposed.values())
+    # Of an exchange that is computed along with, as a ring over cp, only the rest is waited for.
+    talk = min(sum(one.exposed.values()), max(0.0, seconds - one.compute))
     parts = {"compute": one.compute, "communication": talk}
     return Told(
         layout=layout,

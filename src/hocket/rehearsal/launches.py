@@ -130,7 +130,7 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         handler = _ANSWERS.get(func._schema.name)
-        if handler is None and self._composite(func):
+        if handler is None and torch.is_inference_mode_enabled() and self._composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:

@@ -189,6 +189,12 @@ class _Watched:
         self._log.unlink(missing_ok=True)
         self._filler = folder / "checkpoints" / ".filler"
         self.rows = [f.row(str(self._log), str(self._filler)) for f in job.faults if f.kind.brought]
+        if any(fault.kind.name == "term" for fault in job.faults):
+            from hocket.training.pauses import APART
+
+            # Ranks agree to stop a few times a second, and a job of milliseconds would be over.
+            slow = {"kind": "slow", "phase": "input", "rank": 0, "step": 1, "place": 0.0}
+            self.rows.append({**slow, "again": True, "seconds": APART})
         self._found: dict[int, dict[str, Any]] = {}
         self._signals = [f for f in job.faults if not f.kind.brought]
         self._sent: ChaosFault | None = None
