@@ -156,8 +156,7 @@ class StageShare:
                 num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()}
             )
 
-        weights = experts_per_token * routing_width
-        fields = _sums(plan.tensor, placements, tp, weights) if tp > 1 else {}
+        fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
         slices = tp > 1 and layout is not None and layout.sequence_parallel
         if slices:
             fields |= _slices(plan, placements, fields, experts_per_token, routing_width)
