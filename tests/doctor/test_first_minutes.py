@@ -183,7 +183,7 @@ def test_the_first_difference_of_two_orders() -> None:
 
 
 def test_every_kernel_of_serving_is_tried_for_every_kind_of_layer() -> None:
-    from hocket.doctor.trials import HEADS, SIZES, VARIANTS, kinds
+    from hocket.doctor.trials import HEADS, LATENT_HEADS, LATENT_SIZES, SIZES, VARIANTS, kinds
     from hocket.serving.engine.attention_kernels import KERNELS
 
     tried: dict[str, set[str]] = {}
@@ -191,8 +191,7 @@ def test_every_kernel_of_serving_is_tried_for_every_kind_of_layer() -> None:
         if check.id.startswith("kernel-trial-"):
             names = check.arguments.get("dtypes", ["bfloat16", "float16", "float32"])
             tried.setdefault(check.arguments["kernel"], set()).update(names)
-    # The kernel of latent vectors is torch's own operations, of no kind of layer of this table.
-    wanted = {kernel.name for kernel in KERNELS if not kernel.latent}
-    assert tried == {name: {"bfloat16", "float16", "float32"} for name in wanted}
+    assert tried == {kernel.name: {"bfloat16", "float16", "float32"} for kernel in KERNELS}
     every = list(kinds())
-    assert len(set(every)) == len(every) == 3 * len(HEADS) * len(SIZES) * len(VARIANTS) == 144
+    shapes = len(HEADS) * len(SIZES) + len(LATENT_HEADS) * len(LATENT_SIZES)
+    assert len(set(every)) == len(every) == 3 * shapes * len(VARIANTS) == 216

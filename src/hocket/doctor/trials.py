@@ -4,7 +4,8 @@
 starts. Here every kernel of the table is tried for every kind of layer that the table says it
 takes; where it takes none of them on this GPU, the line is `cannot` with the reasons.
 
-Without a GPU the calls are executed on fake tensors, where a kernel has a shape and no values.
+Without a GPU the calls are executed on fake tensors, where a kernel has a shape and no values;
+attention to latent vectors, which is made of torch's operations, on a CPU as well.
 
 Not executed on a GPU yet.
 """
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import FAKE, Cannot, CheckOutcome, row_of
+from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, row_of
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ HEADS = ((8, 8), (8, 2), (6, 1))
 """Query heads and key/value heads."""
 SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of keys and of values."""
+LATENT_HEADS = (16, 5)
+"""Query heads over latent vectors, which all of them read."""
+LATENT_SIZES = ((576, 512), (288, 256), (40, 32))
+"""Latent vectors with their rotary keys, and without: DeepSeek-V3's, MiniCPM 3's, a tiny one's."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"window": 9}, "softcap": {"softcap": True}, "sinks": {"sinks": True},
 }  # fmt: skip
@@ -43,13 +48,17 @@ _KINDS = (
     f"heads {', '.join(f'{a}:{k}' for a, k in HEADS)}, head sizes "
     f"{', '.join(f'{d}/{e}' for d, e in SIZES)}, {', '.join(VARIANTS)}"
 )
+_LATENT_KINDS = (
+    f"{' and '.join(map(str, LATENT_HEADS))} heads, sizes "
+    f"{', '.join(f'{d}/{e}' for d, e in LATENT_SIZES)}, {', '.join(VARIANTS)}"
+)
 
 CHECKS = (
     *(
         _row(
             f"trial-{kernel}", f"serving's trial of {title} for every kind of layer: bf16, fp16 "
             f"and fp32, {_KINDS}", "trial", "each kind that the table allows is within 0.03",
-            arguments={"kernel": kernel}, seconds=3.0, timeout=60.0,
+            arguments={"kernel": kernel}, seconds=2.0, timeout=60.0,
         )
         for kernel, title in (
             ("fa2", "flash-attention 2"), ("fa3", "flash-attention 3"),
@@ -68,6 +77,11 @@ CHECKS = (
         )
     ),
     _row(
+        "trial-latent", "serving's trial of attention to latent vectors for every kind of layer: "
+        f"bf16, fp16 and fp32, {_LATENT_KINDS}", "trial", "each kind is within 0.03, of fp32 1e-4",
+        arguments={"kernel": "latent"}, seconds=1.0, timeout=60.0, rehearsals=(CPU, FAKE),
+    ),
+    _row(
         "paged-speed", "decode steps of 1 and 32 rows over 8,192 tokens and a prompt of 4,096: "
         "seconds of every kernel that serving may choose, 32 query and 8 key/value heads of 128, "
         "bf16", "speed", f"the kernel that the table prefers takes at most {SLOWER:g} times the "
@@ -77,18 +91,23 @@ CHECKS = (
 
 
 def kinds(dtypes: Sequence[str] = DTYPES) -> Iterator[LayerKind]:
-    """Every kind of layer."""
+    """Every kind of layer: those that cache keys and values, then those that cache latent
+    vectors."""
     import torch
 
     from hocket.serving.engine.attention_kernels import LayerKind
     from hocket.serving.engine.cache import LayerShape
 
+    cached = [(*heads, *sizes, False) for heads in HEADS for sizes in SIZES]
+    latent = [(heads, 1, *sizes, True) for heads in LATENT_HEADS for sizes in LATENT_SIZES]
     for dtype in dtypes:
-        for heads, kv_heads in HEADS:
-            for key_size, value_size in SIZES:
-                shape = LayerShape(heads, kv_heads, key_size, value_size, getattr(torch, dtype))
-                for variant in VARIANTS.values():
-                    yield LayerKind(shape, **variant)
+        for num_heads, num_kv_heads, key_size, value_size, is_latent in cached + latent:
+            shape = LayerShape(
+                num_heads, num_kv_heads, key_size, value_size, getattr(torch, dtype),
+                latent=is_latent,
+            )  # fmt: skip
+            for variant in VARIANTS.values():
+                yield LayerKind(shape, **variant)
 
 
 def _kernel(name: str) -> KernelRow:
@@ -123,7 +142,7 @@ def trial(place: Place, *, kernel: str, dtypes: Sequence[str] = DTYPES) -> Check
     text = "; ".join(f"{why} ({count} kinds)" for why, count in rejected.items())
     if not allowed:
         raise Cannot(f"{kernel}: {text}")
-    run = Trial(place.device) if place.on_gpu else _shape
+    run = _shape if place.form == FAKE else Trial(place.device)
 
     def attempt(kind: LayerKind) -> str | None:
         return run(tried, kind, tried.preferred)
@@ -174,12 +193,8 @@ def speed(place: Place) -> CheckOutcome:
     block = math.lcm(*(kernel.block for kernel in KERNELS))
     able = []
     for kernel in KERNELS:
-        if place.on_gpu:
-            why = kernel.rejection(kind, _accelerator(place, kernel), block) or Trial(place.device)(
-                kernel, kind, block
-            )
-        else:
-            why = _shape(kernel, kind, block)
+        run = Trial(place.device) if place.on_gpu else _shape
+        why = kernel.rejection(kind, _accelerator(place, kernel), block) or run(kernel, kind, block)
         if why is None:
             able.append(kernel.name)
         else:
