@@ -161,13 +161,91 @@ def test_what_cannot_be_quantized_is_rejected(given: dict[str, Any], said: str) 
         request({"model": "tiny-llama", **given})
 
 
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Entries that launchers are asked to run, as they are asked."""
+    from hocket.launch.launcher import Launcher
+
+    entries: list[str] = []
+    run = Launcher.run
+
+    def noted(self: Any, entry: str, *values: Any, **named: Any) -> Any:
+        entries.append(entry)
+        return run(self, entry, *values, **named)
+
+    monkeypatch.setattr(Launcher, "run", noted)
+    return entries
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("warm")
-def test_shards_without_whole_blocks_are_rejected(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("tp2", {"hidden_size": 64, "intermediate_size": 64}),
+        ("dp2", {"intermediate_size": 96}),
+        ("dp2:data_parallel=threads", {"intermediate_size": 96}),
+        ("pp2", {"intermediate_size": 96}),
+    ],
+)
+def test_what_has_no_whole_blocks_is_rejected_before_ranks_start(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, layout: str, sizes: dict[str, int]
+) -> None:
+    from hocket.jobs.check import check
+    from hocket.jobs.train import train
+
+    asked = {
+        "model": llama(tmp_path / "base", **sizes), "layout": layout, "lora_rank": 4,
+        "quantize_base": "nf4", "steps": 1, "seq_len": 32, "global_batch": 2,
+    }  # fmt: skip
+    entries = started(monkeypatch)
+    if "threads" not in layout:
+        with pytest.raises(HocketError, match="blocks of 64"):
+            check(request(asked))
+    data = tmp_path / "text.txt"
+    data.write_text("a line of text to learn from\n" * 200)
+    tokens = {"data": data, "tokenizer": "bytes", "eval_fraction": 0.0, "cluster": "none"}
+    with pytest.raises(HocketError, match="blocks of 64"):
+        train(request({**asked, **tokens, "run": tmp_path / "run"}))
+    assert entries[-1] == "hocket.ranks.adapters:main"
+    assert not any("hocket.training" in entry for entry in entries)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("warm")
+def test_a_stage_without_adapted_layers_is_rejected_before_ranks_start(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hocket.jobs.check import check
 
-    model = llama(tmp_path, hidden_size=64, intermediate_size=64)
-    asked = {"model": model, "layout": "tp2", "lora_rank": 4, "quantize_base": "nf4"}
-    with pytest.raises(HocketError, match="blocks of 64"):
-        check(request({**asked, "steps": 1, "seq_len": 32, "global_batch": 2}))
+    asked = {
+        "model": llama(tmp_path), "layout": "pp2", "lora_rank": 4,
+        "lora_targets": "model.layers.0.self_attn.q_proj", "steps": 1, "seq_len": 32,
+        "global_batch": 2,
+    }  # fmt: skip
+    entries = started(monkeypatch)
+    with pytest.raises(HocketError, match="holds none of the layers"):
+        check(request(asked))
+    assert not any("hocket.training" in entry for entry in entries)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("warm")
+def test_layers_that_keep_their_weight_transposed(tmp_path: Any) -> None:
+    """GPT-2's `Conv1D`, [in, out], whole and split: bitsandbytes' layers hold [out, in]."""
+    import transformers
+
+    from hocket.jobs.check import check
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=128, n_layer=2, n_head=4, n_positions=64, vocab_size=257, n_inner=256
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for layout, targets in (("tp2", "all-linear"), ("pp2:schedule=zero-bubble", "c_attn")):
+        asked = {"model": str(tmp_path), "layout": layout, "lora_targets": targets}
+        values = {"lora_rank": 4, "quantize_base": "nf4", "steps": 2, "seq_len": 16}
+        report = check(request({**asked, **values, "global_batch": 4}))
+        assert report.ok, (layout, targets)

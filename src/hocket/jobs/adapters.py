@@ -1,5 +1,5 @@
-"""Adapters: what `--lora-targets` names against the model's own layers, before its ranks start;
-and how much of a model they leave to train, in words.
+"""Adapters: what `--lora-targets` and `--quantize-base` ask of the model, compared with the layers
+of each pipeline rank before ranks start; and how much of a model they leave to train, in words.
 
 Names need the model, and so torch: one process of the warm server looks.
 """
@@ -16,21 +16,26 @@ if TYPE_CHECKING:
     from hocket.spec.run import RunSpec
 
 
-def require(launcher: Launcher, spec: RunSpec) -> int:
+def require(launcher: Launcher, spec: RunSpec, schedule: str) -> int:
     """How many layers a run with LoRA adapts; 0 of any other.
+
+    Args:
+        schedule: its text.
 
     Raises:
         OptionError, ModelError: targets that name nothing, or no linear layers.
+        LayoutError: a stage without any of them; a shard that cannot be stored in 4 bits.
     """
     if spec.options.lora_rank is None:
         return 0
     found: list[int] = []
+    payload = {"spec": spec.to_json(), "schedule": schedule}
 
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "adapters":
             found.append(int(event["layers"]))
 
-    launcher.run("hocket.ranks.adapters:main", 1, {"spec": spec.to_json()}, hear)
+    launcher.run("hocket.ranks.adapters:main", 1, payload, hear)
     return found[-1]
 
 

@@ -80,7 +80,7 @@ def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = Non
             attention=options.attention,
             packed=options.packing == "documents",
         )
-        adapters.require(launcher, spec)
+        adapters.require(launcher, spec, str(schedule))
         payload = {
             "spec": spec.to_json(),
             "folder": folder,

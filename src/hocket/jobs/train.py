@@ -268,7 +268,7 @@ def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRe
     """Refuse what only a look at the model itself can find."""
     verify(launcher, spec, record)
     weights.require(launcher, folder, spec)
-    _adapt(launcher, spec, record)
+    _adapt(launcher, folder, spec, record)
 
 
 def _fitted(
@@ -311,9 +311,9 @@ def verify(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
         record.note(f"replicated on every rank of tp: {verdict.note}")
 
 
-def _adapt(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
-    """Refuse adapters of layers that are not there; say how many there are."""
-    layers = adapters.require(launcher, spec)
+def _adapt(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRecorder) -> None:
+    """Reject adapters that the model's layers cannot have; say how many there are."""
+    layers = adapters.require(launcher, spec, folder.schedule_file.read_text())
     if layers:
         record.note(f"LoRA of rank {spec.options.lora_rank} on {layers} frozen layers")
 

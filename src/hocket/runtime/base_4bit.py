@@ -8,7 +8,8 @@
 
 Blocks of 64 go along the inputs, and a shard of tp has whole blocks or is rejected: the shard of
 the quantized weight is the quantized shard, so that a layout does not change the values. Rounding
-and unpacking are bitsandbytes'. Adapters, norms, embedding and head keep their precision.
+and unpacking are bitsandbytes'. GPT-2's layers, whose weight is [in, out], are stored as [out, in].
+Adapters, norms, embedding, head and stacked experts keep their precision.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.linear import DeferrableLinear
+from hocket.runtime.linear import DeferrableConv1D, deferrable
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.spec.errors import LayoutError, ModelError, OptionError
@@ -90,49 +91,67 @@ def quantize_base(parallel: Parallel, fills: Iterable[Fill] = ()) -> None:
         ModelError: no linear layer inside the blocks.
     """
     load_library()
+    require_whole_blocks(parallel)
     given = list(fills)
-    found = 0
     for index, stage in enumerate(parallel.stages):
-        found += _quantize(parallel, stage, given[index] if given else None)
-    if not found:
+        for name, layer in _layers(parallel, stage):
+            if given:
+                given[index]([f"{name}.weight"])
+            _quantize(layer)
+
+
+def require_whole_blocks(parallel: Parallel) -> None:
+    """Reject a rank's part of a model that cannot be quantized; values are not looked at.
+
+    Raises:
+        LayoutError, ModelError: as `quantize_base`.
+    """
+    layers = [found for stage in parallel.stages for found in _layers(parallel, stage)]
+    for name, layer in layers:
+        inputs = layer.weight.shape[0 if _is_transposed(layer) else 1]
+        if inputs % BLOCK:
+            raise LayoutError(
+                f"{name} has {inputs} inputs on this rank; --quantize-base stores blocks of "
+                f"{BLOCK}, which must divide them",
+                hint="a smaller tp, or leave --quantize-base out",
+            )
+    if not layers:
         raise ModelError(
-            "the blocks of this model have no torch.nn.Linear, which is what --quantize-base "
-            "stores in 4 bits",
+            "the blocks of this model have no linear layer of their own, which is what "
+            "--quantize-base stores in 4 bits",
             hint="leave --quantize-base out",
         )
 
 
-def _quantize(parallel: Parallel, stage: Stage, fill: Fill | None) -> int:
-    """One stage's layers; how many they are."""
+def _layers(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The frozen linear layers of a stage's blocks, by name; adapters are none."""
     assert parallel.plan.stages is not None
-    count = 0
     blocks = parallel.plan.stages.layers
-    child: Any
-    for name, child in stage.module.get_submodule(blocks).named_modules(prefix=blocks):
-        if not isinstance(child, nn.Linear) or ".lora_" in name:
+    for name, child in list(stage.module.get_submodule(blocks).named_modules(prefix=blocks)):
+        if not isinstance(child, nn.Linear) and not _is_transposed(child):
             continue
         weight = child._parameters.get("weight")
-        if weight is None or weight.requires_grad:
-            continue
-        if weight.shape[1] % BLOCK:
-            raise LayoutError(
-                f"{name} has {weight.shape[1]} inputs on this rank; --quantize-base stores blocks "
-                f"of {BLOCK}, which must divide them",
-                hint="a smaller tp, or leave --quantize-base out",
-            )
-        if fill is not None:
-            fill([f"{name}.weight"])
-        packed, state = load_library().quantize_4bit(
-            child.weight.detach(), blocksize=BLOCK, quant_type="nf4"
-        )
-        child._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
-        child.register_buffer("weight_scales", state.absmax, persistent=False)
-        if type(child) is nn.Linear:
-            child.__class__ = DeferrableLinear
-        multiply: Any = functools.partial(_multiply, child, state)
-        child.product = multiply
-        count += 1
-    return count
+        if weight is not None and not weight.requires_grad:
+            yield name, child
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Whether a linear layer keeps its weight as [in, out]."""
+    if isinstance(layer, nn.Linear):
+        return bool(getattr(layer, "transposed", False))
+    return issubclass(deferrable(type(layer)), DeferrableConv1D)
+
+
+def _quantize(layer: Any) -> None:
+    weight = layer.weight.detach()
+    packed, state = load_library().quantize_4bit(
+        weight.t().contiguous() if _is_transposed(layer) else weight,
+        blocksize=BLOCK, quant_type="nf4",
+    )  # fmt: skip
+    layer._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    layer.register_buffer("weight_scales", state.absmax, persistent=False)
+    layer.__class__ = deferrable(type(layer))
+    layer.product = functools.partial(_multiply, layer, state)
 
 
 def _multiply(layer: Any, state: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ nothing more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -168,22 +169,34 @@ class DeferrableConv1D(nn.Module):
     weight: Tensor
     bias: Tensor
     weight_gradients: WeightGradients | None = None
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(
-            x, self.weight, self.bias, transposed=True, weight_gradients=self.weight_gradients
+            x,
+            self.weight,
+            self.bias,
+            transposed=True,
+            weight_gradients=self.weight_gradients,
+            product=self.product,
         )
+
+
+@functools.cache
+def deferrable(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a plain linear layer of this one changes to; of other modules its own."""
+    if kind is nn.Linear:
+        return DeferrableLinear
+    if kind.__name__ == CONV1D and not issubclass(kind, DeferrableConv1D):
+        return type(CONV1D, (DeferrableConv1D, kind), {})
+    return kind
 
 
 def defer_weight_gradients(module: nn.Module, weight_gradients: WeightGradients) -> None:
     """Let every linear layer of `module` use `weight_gradients`; plain ones change their class."""
     child: Any
     for child in module.modules():
-        if type(child) is nn.Linear:
-            child.__class__ = DeferrableLinear
-        elif type(child).__name__ == CONV1D and not isinstance(child, DeferrableConv1D):
-            was = type(child)
-            child.__class__ = type(was.__name__, (DeferrableConv1D, was), {})
+        child.__class__ = deferrable(type(child))
         if hasattr(type(child), "weight_gradients"):
             child.weight_gradients = weight_gradients
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.linear import DeferrableLinear, Kept
+from hocket.runtime.linear import Kept, deferrable
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear, _ParallelLinear
@@ -102,8 +102,7 @@ def _class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer of `kind` with a product beside it; one for all such layers."""
     if kind not in _CLASSES:
         way = _Inside if issubclass(kind, _ParallelLinear) else _Around
-        own = DeferrableLinear if kind is nn.Linear else kind
-        _CLASSES[kind] = type(f"Lora{kind.__name__}", (way, own), {})
+        _CLASSES[kind] = type(f"Lora{kind.__name__}", (way, deferrable(kind)), {})
     return _CLASSES[kind]
 
 

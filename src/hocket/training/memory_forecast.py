@@ -152,7 +152,7 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> MemoryBytes:
         code=source.code,
     )
     plan = plan_for(skeleton, sequence=layout.sequence_parallel)
-    mesh = _mesh(layout, rank)
+    mesh = silent_mesh(layout, rank)
     parallel = parallelize(
         skeleton,
         layout,
@@ -235,7 +235,7 @@ class _CpuAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _mesh(layout: Layout, rank: int) -> Mesh:
+def silent_mesh(layout: Layout, rank: int) -> Mesh:
     """The mesh of one rank whose groups move nothing."""
     return Mesh(layout, rank, "cpu", Recorder(rank), group_factory=_silent)
 

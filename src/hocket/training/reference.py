@@ -249,20 +249,23 @@ def _in_4bit(model: Any) -> None:
     """Every linear layer but the head as bitsandbytes' own, which rounds its weight to NF4."""
     load_library()
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
+    from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
     places = [
         (parent, key, child)
         for parent in model.modules()
         for key, child in parent.named_children()
-        if type(child) is nn.Linear and child is not head
+        if type(child) in {nn.Linear, Conv1D} and child is not head
     ]
     for parent, key, child in places:
         weight = child.weight.detach()
+        if isinstance(child, Conv1D):
+            weight = weight.t().contiguous()
         options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": False}
         bias, dtype = child.bias is not None, weight.dtype
         layer: Any = Linear4bit(  # type: ignore[no-untyped-call]
-            child.in_features, child.out_features, bias, dtype, device="meta", **options
+            weight.shape[1], weight.shape[0], bias, dtype, device="meta", **options
         )
         rounded: Any = Params4bit(weight, requires_grad=False, **options)
         layer.weight = rounded.to(weight.device)
