@@ -8,7 +8,6 @@ nothing more.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -182,13 +181,17 @@ class DeferrableConv1D(nn.Module):
         )
 
 
-@functools.cache
+_TRANSPOSED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def deferrable(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a plain linear layer of this one changes to; of other modules its own."""
     if kind is nn.Linear:
         return DeferrableLinear
     if kind.__name__ == CONV1D and not issubclass(kind, DeferrableConv1D):
-        return type(CONV1D, (DeferrableConv1D, kind), {})
+        if kind not in _TRANSPOSED:
+            _TRANSPOSED[kind] = type(CONV1D, (DeferrableConv1D, kind), {})
+        return _TRANSPOSED[kind]
     return kind
 
 
