@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,33 @@ from hocket.jobs.serving import rehearse as serving
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
 
-TRAIN = ("dp2", "tp2", "dp2.ep2", "cp2")
-SERVE = ("tp2",)
+STEPS = (*(("train", layout) for layout in ("dp2", "tp2", "dp2.ep2", "cp2")), ("serve", "tp2"))
+"""Each type's kinds of step and layouts."""
 OK, REJECTED, CRASHED = "ok", "rejected", "crashed"
 
 
-def cases(kind: str, workers: RehearsalWorkers, folder: Path) -> Iterator[dict[str, Any]]:
-    """Rehearse a type's tiny model at every layout: `kind`, `step`, `layout`, `outcome`, `why`,
-    `error` (of the predicted peak memory), `host_reads`, `different` (collectives)."""
-    task = {"task": "call", "entry": "tests.rehearsal.inside:tiny_config"}
-    try:
-        (event,) = workers.run([{**task, "arguments": {"kind": kind}}])
-    except HocketError as error:
-        yield {"kind": kind, "step": "", "layout": "", **_failed(error)}
-        return
+def tiny_model(kind: str, workers: RehearsalWorkers, folder: Path) -> str:
+    """Write the configuration of a type's tiny model, once; its directory."""
     where = folder / kind
-    where.mkdir()
-    (where / "config.json").write_text(json.dumps(event["value"]))
-    for step, layouts, function in (("train", TRAIN, _train), ("serve", SERVE, _serve)):
-        for layout in layouts:
-            row = {"kind": kind, "step": step, "layout": layout}
-            try:
-                yield {**row, **function(str(where), layout, workers)}
-            except HocketError as error:
-                yield {**row, **_failed(error)}
+    if not where.exists():
+        task = {"task": "call", "entry": "tests.rehearsal.inside:tiny_config"}
+        (event,) = workers.run([{**task, "arguments": {"kind": kind}}])
+        where.mkdir()
+        (where / "config.json").write_text(json.dumps(event["value"]))
+    return str(where)
+
+
+def rehearsed(
+    kind: str, step: str, layout: str, workers: RehearsalWorkers, folder: Path
+) -> dict[str, Any]:
+    """Rehearse a type's tiny model: `kind`, `step`, `layout`, `outcome`, `why`, `error` (of the
+    predicted peak memory), `host_reads`, `different` (collectives)."""
+    row = {"kind": kind, "step": step, "layout": layout}
+    function = _train if step == "train" else _serve
+    try:
+        return {**row, **function(tiny_model(kind, workers, folder), layout, workers)}
+    except HocketError as error:
+        return {**row, **_failed(error)}
 
 
 def _failed(error: HocketError) -> dict[str, Any]:
@@ -89,7 +92,8 @@ def main(kinds: Sequence[str]) -> None:
 
     with RehearsalWorkers() as workers, tempfile.TemporaryDirectory() as folder:
         for kind in kinds or sorted(registry.causal_classes()):
-            for row in cases(kind, workers, Path(folder)):
+            for step, layout in STEPS:
+                row = rehearsed(kind, step, layout, workers, Path(folder))
                 print(json.dumps(row), flush=True)
 
 

@@ -1,0 +1,33 @@
+"""Causal types of transformers, rehearsed in training and serving: a part, chosen by the commit.
+
+`python -m tests.rehearsal.types` is the whole: about 190 types, five jobs each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.models import registry
+from tests.rehearsal.types import OK, REJECTED, STEPS, rehearsed
+from tests.rotation import part
+
+JOBS = [(kind, *step) for kind in sorted(registry.causal_classes()) for step in STEPS]
+SHARE = len(JOBS) // 3 + 1
+"""One in so many jobs: three, of different steps."""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "step", "layout"), part(JOBS, SHARE))
+def test_a_type_completes_or_is_rejected_with_a_reason(
+    workers: RehearsalWorkers, tmp_path: Path, kind: str, step: str, layout: str
+) -> None:
+    """No crash and no hang, and what is rejected is rejected by a rule of ours."""
+    row = rehearsed(kind, step, layout, workers, tmp_path)
+    assert row["outcome"] in (OK, REJECTED), row
+    assert row["outcome"] == OK or row["why"], row
+    assert "Traceback" not in row["why"], row
+    assert "hocket_paged" not in row["why"], row
