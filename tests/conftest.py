@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,6 +52,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.importorskip("torch").set_num_threads(1)
     elif item.get_closest_marker("ranks") and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch in its ranks")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_copies() -> Iterator[None]:
+    """Copies of ranks' states lie in memory, in this session's own folder, which is empty at the
+    end: a run removes what it made."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield
+        return
+    root = Path("/dev/shm") / f"state-copies-of-tests-{os.getpid()}"
+    root.mkdir(mode=0o700)
+    os.environ["HOCKET_STATE_COPIES"] = str(root)
+    yield
+    del os.environ["HOCKET_STATE_COPIES"]
+    left = list(root.rglob("*"))
+    shutil.rmtree(root, ignore_errors=True)
+    assert not left, left
 
 
 @pytest.fixture(scope="session", autouse=True)

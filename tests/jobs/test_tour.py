@@ -11,6 +11,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs.tour import ATTEMPTS, judge_stop, told
+from hocket.jobs.tour_runner import SIZES, WIDE
 from hocket.jobs.tour_stops import STOPS, TIMED, columns
 from hocket.reporting.tour import page_markdown, stop_text, words
 from hocket.spec.errors import OptionError
@@ -135,6 +136,28 @@ def test_the_pages_in_the_docs_hold_every_stop() -> None:
         assert [t for t in text.splitlines() if t.startswith("## ")] == [
             f"## {number}. {title}" for number, title in enumerate(titles, 1)
         ]
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(240)
+def test_stops_that_judge_times_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They measure and speak; what they find is this machine's, at this moment."""
+    monkeypatch.setattr("hocket.jobs.tour.ATTEMPTS", 1)
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    for name, value in (*small.items(), ("num_key_value_heads", 4)):
+        monkeypatch.setitem(WIDE, name, value)
+    monkeypatch.setitem(SIZES, "seq_len", 16)
+    code = main(["tour", "--stops", *sorted(TIMED), "--json"])
+    stops = [Stop.from_json(row) for row in json.loads(capsys.readouterr().out)]
+    assert {stop.key for stop in stops} == TIMED
+    assert code == int(any(stop.verdict == "false" for stop in stops))
+    for stop in stops:
+        assert stop.verdict in VERDICTS
+        assert stop.values
+        assert "{" not in stop_text(stop, 1, "en", 200)
 
 
 @pytest.mark.ranks

@@ -127,6 +127,8 @@ def _launched(
                 spec, more["accumulate"] = resumed(found, record, launcher=launcher), False
     finally:
         shutil.rmtree(folder.state_copies, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run's copies are in it, or it was never made
+            folder.state_copies.parent.rmdir()
 
 
 def _warm(

@@ -15,6 +15,7 @@ all of them, and a rank that dies takes none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -358,7 +359,12 @@ def _done(act: Callable[[], object]) -> bool:
 
 def _private(folder: Path) -> None:
     """Make a folder that no other user reads. Raises CheckpointError: it is another user's."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.parent.is_symlink() or folder.parent.stat().st_uid != os.getuid():
-        raise CheckpointError(f"{folder.parent} is another user's", hint="--replicate-state 0")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    while True:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a run that ended has just removed it
+            if folder.parent.is_symlink() or folder.parent.stat().st_uid != os.getuid():
+                raise CheckpointError(
+                    f"{folder.parent} is another user's", hint="--replicate-state 0"
+                )
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return
