@@ -81,9 +81,9 @@ def left_out(
 ) -> tuple[Errors, dict[str, dict[str, float]], list[ValidatedRow]]:
     """Errors of every row with the constants chosen without its family; and those constants."""
     grid = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
-    priced = [predictions(table, values) for values in grid]
-    tried = [errors(found) for found in priced]
-    told: Errors = {}
+    predicted_rows = [predictions(table, values) for values in grid]
+    tried = [errors(found) for found in predicted_rows]
+    left_out_errors: Errors = {}
     chosen: dict[str, dict[str, float]] = {}
     rows_found: list[ValidatedRow] = []
     for name in sorted(set(families.values())):
@@ -96,11 +96,11 @@ def left_out(
         ]
         best = int(np.argmin(scores))
         chosen[name] = grid[best]
-        told |= {row: tried[best][row] for row in own}
-        rows_found += [one for one in priced[best] if one.row.id in own]
+        left_out_errors |= {row: tried[best][row] for row in own}
+        rows_found += [one for one in predicted_rows[best] if one.row.id in own]
     whole = [mean_over_sources(one, sources) for one in tried]
     chosen[ALL] = grid[int(np.argmin(whole))]
-    return told, chosen, rows_found
+    return left_out_errors, chosen, rows_found
 
 
 def interval(found: Sequence[float]) -> tuple[float, float]:
@@ -109,14 +109,14 @@ def interval(found: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def inside(told: Errors, sources: Mapping[str, str]) -> float:
-    """Share of the rows that lie in the interval of the other sources."""
+def inside(left_out_errors: Errors, sources: Mapping[str, str]) -> float:
+    """Fraction of the rows inside the interval of the other sources."""
     hits = 0
-    for name, error in told.items():
-        others = [e for other, e in told.items() if sources[other] != sources[name]]
+    for name, error in left_out_errors.items():
+        others = [e for other, e in left_out_errors.items() if sources[other] != sources[name]]
         low, high = interval(others)
         hits += low <= math.exp(-error) <= high
-    return hits / len(told)
+    return hits / len(left_out_errors)
 
 
 def main() -> None:
@@ -130,17 +130,17 @@ def main() -> None:
     families = {line["id"]: family(line["model"]) for line in table}
     sources = {line["id"]: line["source"] for line in table}
     present = errors(predictions(table, {}))
-    told, chosen, found = left_out(table, families, sources)
+    left_out_errors, chosen, found = left_out(table, families, sources)
     print("error in percent: with the present constants (in-sample); family left out")
     for kind, of in (("source", sources), ("family", families)):
-        for name in dict.fromkeys(of[row] for row in told):
+        for name in dict.fromkeys(of[row] for row in left_out_errors):
             both = [
                 100 * mean_over_sources({r: e for r, e in one.items() if of[r] == name}, of)
-                for one in (present, told)
+                for one in (present, left_out_errors)
             ]
-            count = sum(of[row] == name for row in told)
+            count = sum(of[row] == name for row in left_out_errors)
             print(f"  {kind} {name[:60]:60} {count:3} {both[0]:6.1f} {both[1]:6.1f}")
-    for title, one in (("in-sample", present), ("family left out", told)):
+    for title, one in (("in-sample", present), ("family left out", left_out_errors)):
         print(f"averaged over sources, {title}: {100 * mean_over_sources(one, sources):.1f}")
     taus, regrets = ranking(found)
     if taus:
@@ -148,10 +148,10 @@ def main() -> None:
             f"ranking of layouts, family left out: tau {statistics.fmean(taus):.2f}, "
             f"regret {100 * statistics.fmean(regrets):.1f}%"
         )
-    low, high = interval(list(told.values()))
+    low, high = interval(list(left_out_errors.values()))
     print(
         f"80% interval of measured over predicted, family left out: {low:.4f} to {high:.4f}; "
-        f"{100 * inside(told, sources):.0f}% of rows inside that of the other sources"
+        f"{100 * inside(left_out_errors, sources):.0f}% of rows inside that of the other sources"
     )
     for name, values in chosen.items():
         print(f"  without {name}: " + ", ".join(f"{k} {v:g}" for k, v in values.items()))

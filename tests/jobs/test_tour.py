@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.tour import ATTEMPTS, judge_stop, told
+from hocket.jobs.tour import ATTEMPTS, judge_stop, rendered
 from hocket.jobs.tour_runner import SIZES, WIDE
 from hocket.jobs.tour_stops import STOPS, TIMED, columns
 from hocket.reporting.tour import page_markdown, stop_text, words
@@ -52,7 +52,7 @@ def test_a_page_that_cannot_be_written_is_told_before_the_walk(
     assert said in found.err
     assert found.out == ""
     with pytest.raises(OptionError, match="kor"):
-        told(None, 0, "kor")
+        rendered(None, 0, "kor")
 
 
 def test_the_split_by_columns_is_exact_and_by_rows_is_not() -> None:
@@ -64,7 +64,7 @@ def test_the_split_by_columns_is_exact_and_by_rows_is_not() -> None:
 def test_a_stop_is_told_in_korean_within_the_width() -> None:
     import unicodedata
 
-    text = told(columns(None), 5, "ko", 80)  # type: ignore[arg-type]
+    text = rendered(columns(None), 5, "ko", 80)  # type: ignore[arg-type]
     assert "판정" in text
     for line in text.splitlines():
         assert sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line) <= 80, line

@@ -47,7 +47,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def test_a_host_that_did_not_count_an_attempt_still_joins_it() -> None:
-    """Rank 1's host has counted a failure that rank 0's host was only told of."""
+    """Rank 1's host has counted a failure that rank 0's host only hears of."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, None, True, timeout=datetime.timedelta(seconds=30), wait_for_workers=False
     )

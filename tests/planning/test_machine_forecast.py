@@ -423,8 +423,8 @@ def test_layouts_over_experts_and_sequences_are_weighed() -> None:
         assert any(one.partition(":")[0] == text for one in every), text
     assert not any("ep" in one for one in map(str, candidates(SHAPE, WORK, 4, ("cp", "ep"))))
     layouts = [Layout.parse(text) for text in sorted(every)]
-    weighed = weigh(MIXTURE, WORK, MACHINE, layouts, shown=len(layouts))
-    assert len(weighed) == len(every)
+    evaluated = weigh(MIXTURE, WORK, MACHINE, layouts, shown=len(layouts))
+    assert len(evaluated) == len(every)
     # Where a rank cannot hold all experts, those over ranks are what fits.
-    least = min((max(one.peak_bytes), one.layout) for one, _ in weighed)
+    least = min((max(one.peak_bytes), one.layout) for one, _ in evaluated)
     assert "ep" in least[1] or "tp" in least[1]

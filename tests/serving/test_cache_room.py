@@ -1,4 +1,4 @@
-"""Memory that a GPU has left for the cache, beside weights, communicators, a step and graphs."""
+"""Memory that a GPU has left for the cache, after weights, communicators, a step and graphs."""
 
 from __future__ import annotations
 

@@ -45,14 +45,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from hocket.cli.terminal import terminal
     from hocket.jobs.machine import writable
-    from hocket.jobs.tour import told, tour, written
+    from hocket.jobs.tour import rendered, tour, written
     from hocket.jobs.tour_stops import STOPS
     from hocket.spec.tour import Stop
 
     _, width = terminal()
     walked = [key for key in STOPS if not flags.stops or key in flags.stops]
     numbers = {key: number for number, key in enumerate(walked, 1)}
-    told(None, 0, flags.lang)  # an unknown language is refused before anything runs
+    rendered(None, 0, flags.lang)  # an unknown language is refused before anything runs
     if flags.out is not None:
         writable([flags.out], "tour.md")
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         if flags.json:
             note(f"{stop.key} ...")
         else:
-            print(told(stop, numbers[stop.key], flags.lang, width), flush=True)
+            print(rendered(stop, numbers[stop.key], flags.lang, width), flush=True)
 
     found = tour(only=flags.stops, backend=flags.backend, on_stop=show)
     if flags.json:

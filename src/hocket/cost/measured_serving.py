@@ -330,7 +330,7 @@ class MeasuredServing:
         replica, rates, tp = self.replica, self.rates, self.replica.layout.tp
         block = replica.shape.blocks[kind]
         # A prompt's last chunk asks for one row; which it is in, the mean does not know.
-        # Context ranks divide a step of prompts, and compute one of few rows all alike.
+        # Context ranks divide a step of prompts, and all of them compute one of few rows.
         cp = replica.layout.cp
         own = step.tokens / cp if step.prompt else step.tokens
         tokens = own if kind != "head" else max(step.rows, 1.0)
@@ -438,7 +438,7 @@ class MeasuredServing:
         """One layer's, in a stage that holds so many bytes of weights.
 
         Rows that decode attend to latent vectors as to one key/value head that is as wide; what
-        makes queries and values fit them is priced as the product that expands keys and values.
+        makes queries and values fit them is estimated as the matmul that expands keys and values.
         """
         rates, replica = self.rates, self.replica
         heads = max(1, core.heads // (1 if core.split == "outside" else replica.layout.tp))

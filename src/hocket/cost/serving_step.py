@@ -314,7 +314,7 @@ def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floa
 
 
 def _uneven(at: ReplicaColumns) -> Floats:
-    """Tokens of the fullest expert rank over the mean, at most all of them."""
+    """Tokens of the most loaded expert rank over the mean, at most all of them."""
     found: Floats = np.minimum(at.imbalance, np.maximum(at.ep, 1.0))
     return found
 

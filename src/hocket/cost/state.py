@@ -72,8 +72,8 @@ def local_trained(block: BlockTerms, at: Layouts) -> Parameters:
 
 
 def imbalance_of(at: Layouts, constants: Constants) -> Floats:
-    """Tokens of the fullest expert rank over the mean, [r]: at most all of them, and 1 where every
-    rank holds every expert."""
+    """Tokens of the most loaded expert rank over the mean, [r]: at most all of them, and 1 where
+    every rank has every expert."""
     found: Floats = np.minimum(constants.expert_imbalance, np.maximum(at.ep, 1.0))
     return found
 

@@ -50,7 +50,7 @@ def chosen_for(request: JobRequest, count: int) -> JobRequest:
 
 
 def unmeasured_layout(job: PreparedJob, count: int) -> Layout:
-    """The first legal one of `resized`, where nobody measured the machine. Raises HocketError."""
+    """The first legal one of `resized`, for a machine without a probe. Raises HocketError."""
     from hocket.jobs.validate import validate
     from hocket.planning.machine_choice import resized
 

@@ -68,7 +68,7 @@ def judge_stop(key: str, stop: Callable[[Guide], Stop], guide: Guide) -> Stop:
     return dataclasses.replace(done, seconds=time.monotonic() - began)
 
 
-def told(stop: Stop | None, number: int, language: str, width: int = 100) -> str:
+def rendered(stop: Stop | None, number: int, language: str, width: int = 100) -> str:
     """A stop as text; without one nothing, if the language is known. Raises OptionError."""
     from hocket.reporting.tour import stop_text, words
 

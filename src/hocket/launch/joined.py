@@ -163,7 +163,7 @@ def _agreed(store: Store, world: _World) -> int:
             thread = threading.Thread(target=_answer, args=given, daemon=True, name="attempt")
             thread.start()
             # A thread that is inside the store while the interpreter ends would abort the process:
-            # it is told to end, then waited for.
+            # it is asked to end, and waited for.
             atexit.register(thread.join, 5)
             atexit.register(ended.set)
         else:

@@ -7,7 +7,7 @@ dispatcher   alltoall sends a copy of a token to each of its experts; flex (Deep
 overlap      `EP a2a`: dispatching beside the compute of another microbatch; what is left exposed
              is `OVERLAPPED`; a row that says nothing has its software's share
 capacity     tokens beyond an expert's capacity are dropped: no rank has more than the mean
-routing      natural: the fullest rank has `NATURAL` times the mean; else even
+routing      natural: the most loaded rank has `NATURAL` times the mean; else even
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRAPHED = 0.25
 captured in a CUDA graph."""
 
 NATURAL = EXPERT_IMBALANCE
-"""Tokens of the fullest expert rank over the mean, in rows whose notes say that routing was
+"""Tokens of the most loaded expert rank over the mean, in rows whose notes say that routing was
 natural; 1 where it was forced to be even, where a capacity bounded it, or where the row says
 nothing."""
 

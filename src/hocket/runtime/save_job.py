@@ -30,8 +30,8 @@ class SaveJob:
         layout: text form of the layout.
         model: `spec.checkpoint.config_hash` of the model's configuration.
         cursor, extra: JSON values that loading gives back.
-        keep: checkpoints that stay, beside those of multiples of `keep_every` steps (0: none).
-            Older ones are deleted once this one is verified.
+        keep: checkpoints that stay, in addition to those of multiples of `keep_every` steps (0:
+            none). Older ones are deleted once this one is verified.
     """
 
     folder: Path

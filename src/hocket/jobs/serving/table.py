@@ -295,7 +295,7 @@ def _percentiles(one: ServiceForecast) -> str:
     assert one.ttft is not None
     assert one.tpot is not None
     assert one.end_to_end is not None
-    told = ", ".join(
+    percentiles = ", ".join(
         f"{name} {' / '.join(format_seconds(x) for x in (values.p50, values.p90, values.p99))}"
         for name, values in (("TTFT", one.ttft), ("TPOT", one.tpot), ("answer", one.end_to_end))
     )
@@ -308,7 +308,7 @@ def _percentiles(one: ServiceForecast) -> str:
             f"{rates.p99:.3g}"
         )
     )
-    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {told}{speed}."
+    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {percentiles}{speed}."
 
 
 def _holds(kind: KindAnswer) -> str:

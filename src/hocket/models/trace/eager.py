@@ -60,9 +60,9 @@ def _table(graph: Graph, value: int, size: int) -> Saved:
     known, traced = graph.values[value], graph.part.traced
     each = traced.tokens if known.by_token else traced.sequence
     square = traced.prime and known.square
-    alike = [key for key, one in graph.values.items() if one.by_position == known.by_position]
+    same_kind = [key for key, one in graph.values.items() if one.by_position == known.by_position]
     return Saved(
-        name=f"{'table' if known.by_position else 'mask'} {alike.index(value)}",
+        name=f"{'table' if known.by_position else 'mask'} {same_kind.index(value)}",
         bytes=size / known.numel * known.per_token if square else size / each,
         split=WHOLE,
         square=square,

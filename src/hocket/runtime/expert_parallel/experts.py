@@ -74,30 +74,30 @@ class ExpertParallelExperts(nn.Module):
                 f"weights {list(weights.shape)}; ep takes [tokens, hidden size], and [tokens, k] "
                 "of both"
             )
-        alike, recorder = self.tokens_axis, self.experts_recorder
+        tokens_axis, recorder = self.tokens_axis, self.experts_recorder
         gathered = self.gathered
         if gathered and not gathered.takes(len(hidden), index.shape[1], self.experts_axis.size):
             gathered = None
-        if gathered and alike.size > 1 and alike.ranks == self.experts_axis.ranks:
+        if gathered and tokens_axis.size > 1 and tokens_axis.ranks == self.experts_axis.ranks:
             # All ranks have all tokens: each computes its experts, and one all-reduce sums them.
-            hidden, weights = copy_two_to_axis(hidden, weights, alike, recorder)
+            hidden, weights = copy_two_to_axis(hidden, weights, tokens_axis, recorder)
             out = self._of_present(hidden, index, weights)
-            return reduce_from_axis(out, alike, recorder).view(shape)
-        sizes = _sizes(len(hidden), self.tokens_axis.size)
-        if self.tokens_axis.size > 1:
-            first, count = sum(sizes[: self.tokens_axis.index]), sizes[self.tokens_axis.index]
+            return reduce_from_axis(out, tokens_axis, recorder).view(shape)
+        sizes = _sizes(len(hidden), tokens_axis.size)
+        if tokens_axis.size > 1:
+            first, count = sum(sizes[: tokens_axis.index]), sizes[tokens_axis.index]
             index = index.narrow(0, first, count)
             hidden, weights = _Part.apply(  # type: ignore[no-untyped-call]
-                hidden, weights, sizes, (self.tokens_axis, self.experts_recorder)
+                hidden, weights, sizes, (tokens_axis, recorder)
             )
         if gathered is not None:
             widest = gathered.rows
-            most = sizes[0] if widest is None else -(-widest // alike.size)
+            most = sizes[0] if widest is None else -(-widest // tokens_axis.size)
             out = self._of_gathered(hidden, index, weights, most)
         else:
             out = self._own(hidden, index, weights)
-        if self.tokens_axis.size > 1:
-            out = _Whole.apply(out, sizes, self.tokens_axis, self.experts_recorder)  # type: ignore[no-untyped-call]
+        if tokens_axis.size > 1:
+            out = _Whole.apply(out, sizes, tokens_axis, recorder)  # type: ignore[no-untyped-call]
         return out.view(shape)
 
     def _own(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class HostStep:
 
     @classmethod
     def idle(cls, spare_slot: int, spare_place: int) -> HostStep:
-        """A row of padding that nobody asked for, for a step that other data ranks have rows in."""
+        """A row of padding of no request, for a step that other data ranks have rows in."""
         step = cls.padding(1, spare_slot, spare_place)
         step.rows, step.wanted = 1, []
         return step

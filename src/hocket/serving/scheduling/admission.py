@@ -1,4 +1,4 @@
-"""Admission: what workers are told of a request when it gets a slot, and its binary form."""
+"""Admission: what workers get of a request when it gets a slot, and its binary form."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ def shares(
 
 def needs_logits(sequence: Sequence) -> bool:
     """Whether the next positions' logits are all wanted, for the prompt's log-probabilities."""
-    return sequence.told <= sequence.computed < sequence.untold
+    return sequence.scored <= sequence.computed < sequence.to_score
 
 
 def row_bound(sequence: Sequence) -> int:
-    """Most tokens of its next row: positions whose logits were told before, and are computed again
-    after a preemption, stand in rows of their own."""
-    if sequence.computed < sequence.told < sequence.untold:
-        return sequence.told - sequence.computed
+    """Most tokens of its next row: positions whose logits were reported before, and are computed
+    again after a preemption, are in rows of their own."""
+    if sequence.computed < sequence.scored < sequence.to_score:
+        return sequence.scored - sequence.computed
     return sequence.remaining
 
 

@@ -10,12 +10,12 @@ from hocket.serving.scheduling.step import BatchRow, Snapshot
 class Flight:
     """A plan that is made, and then in flight.
 
-    `samplers` are its sequences that sample, in row order; `silent` those that do not; `told`, by
-    row, those whose prompt's log-probabilities are told; `full` those that fill a block.
+    `samplers` are its sequences that sample, in row order; `silent` those that do not; `scored`, by
+    row, those whose prompt's log-probabilities are reported; `full` those that fill a block.
     """
 
     __slots__ = (
-        "admitted", "full", "number", "rows", "samplers", "silent", "snapshots", "tokens", "told",
+        "admitted", "full", "number", "rows", "samplers", "scored", "silent", "snapshots", "tokens",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -25,6 +25,6 @@ class Flight:
         self.admitted: list[Admission] = []
         self.samplers: list[Sequence] = []
         self.silent: list[Sequence] = []
-        self.told: dict[int, Sequence] = {}
+        self.scored: dict[int, Sequence] = {}
         self.full: list[Sequence] = []
         self.snapshots: list[Snapshot] = []

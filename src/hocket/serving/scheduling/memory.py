@@ -26,7 +26,7 @@ class CacheAllocator:
         prefilling: those with prompt tokens to compute; `ready`: those whose next token can be
             computed now, the one that waits longest first.
         again: preempted ones.
-        released: slots freed that workers have not been told of.
+        released: slots freed that workers do not know of yet.
         coming: sequences that give back their blocks when plans in flight are done.
         preempted: how often blocks were taken from a sequence.
     """
@@ -50,14 +50,14 @@ class CacheAllocator:
 
         The digest is None where that block is not one that can be shared: the last token's must
         be computed, since its logits are needed, as must all positions whose log-probabilities
-        are still to be told.
+        are still to be reported.
         """
         if not self.limits.prefix_cache:
             return [], None
         size = self.limits.block_size
         most = (len(sequence.tokens) - 1) // size
-        if sequence.told < sequence.untold:
-            most = min(most, sequence.told // size)
+        if sequence.scored < sequence.to_score:
+            most = min(most, sequence.scored // size)
         chain = sequence.chain
         found: list[int] = []
         if not chain:

@@ -315,8 +315,8 @@ class Scheduler:
                 logits = ALL
                 if not last:
                     following = sequence.tokens[end]
-                sequence.told = min(end, sequence.untold)
-                flight.told[len(flight.rows)] = sequence
+                sequence.scored = min(end, sequence.to_score)
+                flight.scored[len(flight.rows)] = sequence
             if sequence.sent < 0:
                 flight.admitted.append(sequence.admission())
                 sequence.sent = 0
@@ -350,7 +350,7 @@ class Scheduler:
         memory = self._memory
         outputs: list[Output] = []
         prompt: dict[int, Output] = {}
-        for row, sequence in flight.told.items():
+        for row, sequence in flight.scored.items():
             if sequence.finish_reason is None:
                 made = Output(id=sequence.request.id, cached=max(sequence.cached, 0))
                 made.prompt_logprobs = result.prompt_logprobs[row]
@@ -446,7 +446,7 @@ class Scheduler:
                 f"a prompt of {length} tokens and at least {least} new ones need "
                 f"{length + least} positions; a request has {limits.max_model_len}",
             )
-        # The last token is told and never computed.
+        # The last token is sent and never computed.
         most = min(length + sampling.max_new_tokens, limits.max_model_len)
         needed = max(length, most - 1)
         if needed > limits.capacity:

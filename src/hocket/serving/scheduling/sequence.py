@@ -54,7 +54,7 @@ class Sequence:
         state: WAITING, PREFILL or DECODE.
         computed: tokens in the cache, or on their way into it in plans in flight.
         had: tokens that were computed before it was preempted.
-        told: of the prompt's log-probabilities, how many are computed or in flight.
+        scored: of the prompt's log-probabilities, how many are computed or in flight.
         cached: prompt tokens found in the prefix cache when it first started; -1 before.
         slot: workers' row; -1 without one.
         blocks: its block table; `sent`: how many of them workers know, -1 before they know the
@@ -89,13 +89,13 @@ class Sequence:
         "put_off",
         "put_off_for",
         "request",
+        "scored",
         "sent",
         "serial",
         "slot",
         "snapshot",
         "state",
         "tokens",
-        "told",
         "user",
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ class Sequence:
         self.state: int = WAITING
         self.computed = 0
         self.had = 0
-        self.told = 0
+        self.scored = 0
         self.cached = -1
         self.slot = -1
         self.blocks: list[int] = []
@@ -135,7 +135,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def untold(self) -> int:
+    def to_score(self) -> int:
         """Position before which log-probabilities of the prompt are wanted: 0 for none."""
         return self.prompt_length - 1 if self.request.sampling.prompt_logprobs is not None else 0
 

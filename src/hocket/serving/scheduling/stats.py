@@ -24,7 +24,7 @@ class Stats:
         prompt_tokens: tokens computed in chunks of prompts, those after a preemption too.
         recomputed_tokens: of those, tokens that had been computed before a preemption.
         decode_tokens: tokens computed one at a time.
-        generated_tokens: tokens that were told.
+        generated_tokens: tokens that were sent.
         admitted: requests that were started, each once.
         waited_seconds: from arrival to start, summed over `admitted`.
         preempted: times that a request's blocks were taken from it.
