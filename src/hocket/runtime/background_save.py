@@ -6,7 +6,8 @@
 
 The order of files and names is that of a save that waits (`runtime.checkpoint`), so that a crash at
 any moment leaves a whole checkpoint, or a folder that no reader takes for one. Ranks' writers vote
-in the store, through connections of their own: no step waits for a vote, and no collective is needed.
+in the store, through connections of their own: no step waits for a vote, and none needs a
+collective.
 
 A thread writes: what takes time (write, fsync, crc32, reads) releases the interpreter's lock. A
 process would need the state in shared memory or a fork, after which every page that a step writes
