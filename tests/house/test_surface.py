@@ -82,7 +82,8 @@ FLAGS = {
     },
     "tour": {"lang", "stops", "out", "backend", "json"},
     "generate": {
-        "model", "prompt", "layout", "pipeline_split", "max_new_tokens", "temperature", "top_k",
+        "model", "prompt", "chat", "chat_template_file", "layout", "pipeline_split",
+        "max_new_tokens", "temperature", "top_k",
         "top_p", "seed", "dtype",
         "tokenizer", "attention", "device", "backend", "threads", "trust_remote_code", "json",
     },

@@ -15,7 +15,7 @@ import pytest
 import hocket.launch
 from hocket.jobs import elastic
 from hocket.jobs.request import request
-from hocket.spec.errors import RankFailure
+from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.layout import Layout
 from hocket.spec.run import TrainOptions
 from tests.jobs.test_restart import job, losses
@@ -139,6 +139,16 @@ def test_torchrun_with_fewer_and_with_more_ranks(tmp_path: Path) -> None:
     used = layouts(tmp_path, "run")
     assert [used[step].partition(":")[0] for step in (3, 6, 9)] == ["dp2", "dp1", "dp2"]
     equal_to_one_process(tmp_path, "run")
+
+
+def test_without_restarts_no_device_would_count_as_gone(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no rank dies twice") as caught:
+        job(tmp_path, "run", "dp2", elastic=True, max_restarts=0)
+    assert caught.value.hint == "--max-restarts 3"
+    assert not (tmp_path / "run").exists()
+    # torchrun and Slurm start ranks themselves.
+    elastic.checked(TrainOptions(elastic=True, max_restarts=0), 4)
+    elastic.checked(TrainOptions(max_restarts=0), None)
 
 
 def test_ranks_that_a_layout_is_chosen_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -18,6 +19,7 @@ from hocket.serving.front.text import StopStrings, TextPieces
 from hocket.serving.front.words import TokenizerFace
 from hocket.serving.http.app import POST
 from hocket.serving.http.auth import Keys
+from hocket.serving.http.docs_page import EXAMPLES
 from hocket.serving.http.errors import ApiError
 from hocket.serving.http.settings import is_loopback
 from hocket.serving.http.tools import Tools, ToolText
@@ -341,13 +343,16 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
 
 def test_every_route_but_health_needs_the_key() -> None:
     with live(keys=Keys([("me", "a-key-of-mine")])) as server:
-        routes = ["/v1/models", "/v1/models/x", "/nowhere", "/tokenize", "/docs", "/openapi.json",
+        routes = ["/v1/models", "/v1/models/x", "/nowhere", "/tokenize", "/openapi.json",
                   "/v1/completions", "/metrics", "/health/", "//health"]  # fmt: skip
         for path in routes:
             assert server.get(path)[0] == 401, path
             assert server.post(path, {"prompt": "x"})[0] == 401, path
             assert server.post(path, {}, {"Authorization": "Bearer nope-nope"})[0] == 401, path
         assert server.get("/health")[0] == 200
+        status, _, page = server.get("/docs")
+        assert status == 200
+        assert hocket.__version__.encode() not in page
         assert server.get("/version")[0] == 401
         assert server.get("/ready")[0] == 200
         status, headers, body = server.get("/")
@@ -445,3 +450,34 @@ def test_the_openapi_document_describes_every_route() -> None:
         chat = document["components"]["schemas"]["ChatFields"]["properties"]
         assert {"messages", "temperature", "stream", "tools"} <= set(chat)
         assert "security" not in document
+
+
+def test_the_page_of_the_routes_shows_every_route_and_field_and_loads_nothing() -> None:
+    with live() as server:
+        document = json.loads(server.get("/openapi.json")[2])
+        _, headers, body = server.get("/docs")
+        page = body.decode()
+        assert "unsafe" not in headers["content-security-policy"]
+        assert "script-src 'none'" in headers["content-security-policy"]
+        assert not re.search(r"""(src|href)=["'](?!data:|openapi\.json|\./)""", page)
+        for path in document["paths"]:
+            assert f" {path}</code>" in page, path
+        for schema in document["components"]["schemas"].values():
+            for name in schema["properties"]:
+                assert name in page, name
+        # Each command's body is one that the route takes.
+        for path, body in EXAMPLES.items():
+            assert server.post(path, body)[0] in (200, 403), path
+
+
+def test_an_unknown_route_is_answered_with_the_known_ones() -> None:
+    with live() as server:
+        status, _, body = server.post("/v1/embeddings", {"input": "x"})
+        assert status == 404
+        message = json.loads(body)["error"]["message"]
+        assert message.startswith("there is no /v1/embeddings; this server has ")
+        document = json.loads(server.get("/openapi.json")[2])
+        assert all(path in message for path in document["paths"]), message
+        with pytest.raises(HTTPError) as lost:
+            urlopen(f"{server.metrics}/nowhere")
+        assert b"this server has /metrics" in lost.value.read()

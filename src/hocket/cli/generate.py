@@ -1,17 +1,18 @@
-"""`hocket generate`: continue a text with a trained model."""
+"""`hocket generate`: continue a text with a trained model, or chat with it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import tyro
 
 from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
-from hocket.spec.errors import OptionError
+from hocket.spec.errors import HocketError, OptionError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,14 @@ class Generate:
         model: run folder, Hugging Face directory with weights and a tokenizer, PEFT adapter, or
             ORG/NAME[@REVISION] on the Hugging Face Hub.
         prompt: one prompt or several (default: the text on stdin).
+        chat: chat by the model's template: each line of stdin, or each --prompt, is a message;
+            /reset begins a new conversation, /exit ends.
+        chat_template_file: with --chat, a template that replaces the tokenizer's own: a Jinja file,
+            or one of chatml, llama-3, zephyr.
         layout: tensor and pipeline parallelism: tp2.pp2 (default: dp1, one process).
         pipeline_split: layers per pipeline stage: balanced (by cost), even, or a list such as 3-5
             (default: balanced).
-        max_new_tokens: maximum number of tokens per prompt.
+        max_new_tokens: maximum number of tokens per prompt (default: 64; with --chat 1024).
         temperature: sampling temperature; 0 is greedy.
         top_k: sample among the k most likely tokens (default: all).
         top_p: sample among the most likely tokens whose probabilities reach this sum (default:
@@ -44,9 +49,11 @@ class Generate:
 
     model: Model = ""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
+    chat: bool = False
+    chat_template_file: Text = None
     layout: Text = None
     pipeline_split: Text = None
-    max_new_tokens: int = 64
+    max_new_tokens: int | None = None
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -67,8 +74,12 @@ def main(arguments: Sequence[str]) -> int:
     if not flags.model:
         raise OptionError("no model was named", hint="hocket generate RUN --prompt TEXT")
     said = values(flags, also=explicit(arguments))
-    for name in ("json", "model", "prompt"):
+    for name in ("json", "model", "prompt", "chat"):
         said.pop(name, None)
+    if flags.chat:
+        return _chat(flags, said)
+    if said.pop("chat_template_file", None) is not None:
+        raise OptionError("--chat-template-file without --chat", hint="--chat")
     prompts = flags.prompt or _piped()
     from hocket.jobs.generate import generate
 
@@ -91,6 +102,55 @@ def main(arguments: Sequence[str]) -> int:
         else:
             print(("\n" if number else "") + one.prompt + one.text)
     return 0
+
+
+def _chat(flags: Generate, said: dict[str, Any]) -> int:
+    """A conversation. Returns 0."""
+    from hocket.jobs.chat import Chat
+
+    person = not flags.prompt and sys.stdin is not None and sys.stdin.isatty()
+
+    def show(_: int, text: str) -> None:
+        print(text, end="", flush=True)
+
+    with Chat(flags.model, **said) as chat:
+        if person:
+            print("/reset begins a new conversation, /exit ends.", file=sys.stderr)
+        for message in flags.prompt or _messages(person):
+            if message == "/exit":
+                break
+            if message == "/reset":
+                chat.reset()
+                continue
+            try:
+                found = chat.ask(message, None if flags.json else show)
+            except (HocketError, KeyboardInterrupt) as error:
+                if not person:
+                    raise
+                if isinstance(error, HocketError):
+                    print(f"hocket: {error.message}\n  hint: {error.hint}", file=sys.stderr)
+                continue
+            turn = {"prompt": message, "text": found.text, "tokens": found.tokens}
+            print(json.dumps(turn) if flags.json else "", flush=True)
+    return 0
+
+
+def _messages(person: bool) -> Iterator[str]:
+    """The lines of stdin that are not empty; Ctrl-C or Ctrl-D at the prompt of a person ends."""
+    if person:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # arrows and history
+    while sys.stdin is not None:
+        try:
+            line = input("> " if person else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if person:
+                return
+            raise
+        if line.strip():
+            yield line.strip()
 
 
 def _piped() -> tuple[str, ...]:

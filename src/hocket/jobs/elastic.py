@@ -13,13 +13,25 @@ from typing import TYPE_CHECKING
 
 from hocket.jobs.precision import on_cuda
 from hocket.jobs.request import LAYOUT_FIELDS
-from hocket.spec.errors import HocketError, LayoutError
+from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import TERMS, Layout
 
 if TYPE_CHECKING:
     from hocket.jobs.prepare import PreparedJob
     from hocket.jobs.request import JobRequest
     from hocket.spec.run import TrainOptions
+
+
+def checked(options: TrainOptions, world_size: int | None) -> None:
+    """Raise OptionError where hocket's own launcher may not start a rank again, and so never learns
+    that a device is gone. Another launcher starts ranks itself. `world_size`: as of
+    `prepare.plan`."""
+    if options.elastic and world_size is None and not options.max_restarts:
+        raise OptionError(
+            "--elastic with --max-restarts 0: a device counts as gone when its rank dies twice "
+            "before a step, and without a restart no rank dies twice",
+            hint="--max-restarts 3",
+        )
 
 
 def ranks_there(

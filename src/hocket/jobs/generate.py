@@ -51,19 +51,9 @@ def generate(
     Raises:
         HocketError: what the caller can mend, before any rank starts wherever possible.
     """
-    from hocket.jobs.serving import request as serve_request
-    from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
+    from hocket.serving.request import SamplingParams, check_prompts
 
-    options = renamed.options(options, NAMES)
-    wanted = request({"model": model, "layout": layout, "seed": seed, **options})
-    precision.served(wanted.workload)
-    refuse_replicas(wanted.layout)
-    # A schedule of training steps says nothing about answers: each rank holds one stage.
-    plain = dataclasses.replace(
-        wanted.layout, schedule=Layout().schedule, virtual_stages=1, microbatches=None
-    )
-    shared = {name: value for name, value in options.items() if name in serve_request.SHARED}
-    server = serve_request.server({"model": model, "layout": plain, "seed": seed, **shared})
+    wanted, server = prepared(model, layout, {"seed": seed, **options})
     ids = [server.words.encode(prompt, special=True) for prompt in prompts]
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -86,6 +76,32 @@ def generate(
     return [
         dataclasses.replace(one, prompt=prompt) for one, prompt in zip(found, prompts, strict=True)
     ]
+
+
+def prepared(
+    model: str, layout: str | Layout, options: dict[str, Any], **serving: Any
+) -> tuple[JobRequest, PreparedServer]:
+    """A checked request, and one replica that answers it.
+
+    Args:
+        options: as of `generate`. serving: options of `ServeOptions`.
+
+    Raises:
+        HocketError: what the caller can mend.
+    """
+    from hocket.jobs.serving import request as serve_request
+    from hocket.serving.request import refuse_replicas
+
+    options = renamed.options(options, NAMES)
+    wanted = request({"model": model, "layout": layout, **options})
+    precision.served(wanted.workload)
+    refuse_replicas(wanted.layout)
+    # A schedule of training steps says nothing about answers: each rank holds one stage.
+    plain = dataclasses.replace(
+        wanted.layout, schedule=Layout().schedule, virtual_stages=1, microbatches=None
+    )
+    shared = {name: value for name, value in options.items() if name in serve_request.SHARED}
+    return wanted, serve_request.server({"model": model, "layout": plain, **shared, **serving})
 
 
 def _sized(server: PreparedServer, ids: Sequence[Sequence[int]], new: int) -> PreparedServer:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import defaults, links, lock, memory, precision
+from hocket.jobs import defaults, elastic, links, lock, memory, precision
 from hocket.jobs.request import JobRequest, check_options
 from hocket.jobs.validate import validate
 from hocket.spec.errors import (
@@ -67,6 +67,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
     source = resolve(request.model, trust_remote_code=trusted, weights=False)
     request = defaults.with_length(request, source)
     choice_checked(request, world_size)
+    elastic.checked(request.options, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
     layout = validate(source.dimensions, asked, request.workload, world_size=world_size)
     schedule = scheduled(layout)

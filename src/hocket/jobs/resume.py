@@ -212,6 +212,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
     check_options(options)
     prepare.device_checked(options)
     prepare.choice_checked(request, world_size)
+    elastic.checked(options, world_size)
     memory.checked(options)
     own = dataclasses.replace(
         request,

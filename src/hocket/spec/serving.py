@@ -24,8 +24,8 @@ class ServeOptions:
         port: port of the API; 0 picks a free one.
         metrics_port: port of Prometheus metrics, on the same address; 0 picks a free one (default:
             --port + 1).
-        api_key_file: file with one `KEY` or `NAME KEY` per line; every route but /health and /ready
-            then needs a key.
+        api_key_file: file with one `KEY` or `NAME KEY` per line; every route but /health, /ready
+            and /docs then needs a key.
         insecure: allow an address other than loopback without keys.
         served_model_name: model name in the API (default: the name of the model folder).
         max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,

@@ -15,6 +15,7 @@ from hocket.serving.http.completions import completions
 from hocket.serving.http.errors import ApiError, error_of, error_response
 from hocket.serving.http.gate import Gate
 from hocket.serving.http.metrics import CONTENT_TYPE
+from hocket.serving.http.openapi import BODIES, READ
 from hocket.serving.http.plain import Plain, detokenize, reload, tokenize
 from hocket.serving.http.responses import responses
 from hocket.serving.http.service import HttpService
@@ -46,8 +47,11 @@ def build_app(service: HttpService) -> ASGIApp:
         Route("/ready", plain.ready),
         Route("/version", plain.version),
         Route("/openapi.json", plain.openapi),
+        Route("/docs", plain.docs_page),
     ]
-    return Gate(_starlette(routes), service.settings, service.metrics)
+    app = _starlette(routes)
+    app.state.answers = True
+    return Gate(app, service.settings, service.metrics)
 
 
 def build_metrics_app(service: HttpService) -> ASGIApp:
@@ -65,6 +69,7 @@ def _starlette(routes: list[Route]) -> Starlette:
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: failed, ApiError: failed})
     app.router.redirect_slashes = False
+    app.state.answers = False
     return app
 
 
@@ -72,7 +77,8 @@ def _named(request: Request, error: ApiError) -> ApiError:
     """The framework's own errors, in words that help."""
     path = request.url.path[:200]
     if error.status == 404 and error.message == "Not Found":
-        error.message = f"there is no {path}"
+        routes = ", ".join((*BODIES, *READ)) if request.app.state.answers else "/metrics"
+        error.message = f"there is no {path}; this server has {routes}"
     elif error.status == 405:
         error.message = f"{path} does not accept {request.method[:20]}"
     return error

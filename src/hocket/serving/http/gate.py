@@ -24,8 +24,8 @@ from hocket.serving.http.settings import HttpSettings, is_loopback
 
 log = logging.getLogger("hocket.http")
 
-OPEN = frozenset(("/health", "/ready"))
-"""Routes that need no key."""
+OPEN = frozenset(("/health", "/ready", "/docs"))
+"""Routes that need no key: they show nothing of the model, nor of hocket's version."""
 PAGE = "/"
 """Answered without a key by a page that asks for one, with status 401."""
 REQUEST_ID = b"x-request-id"

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from hocket.serving.http.fields import ChatFields, CompletionFields, ResponseFields, TokenizeFields
+from hocket.serving.http.gate import OPEN
 
 
 class DetokenizeFields(BaseModel):
@@ -42,6 +43,7 @@ READ = {
     "/ready": "Whether a request would be answered",
     "/version": "The version of hocket",
     "/openapi.json": "This document",
+    "/docs": "This document as a page",
 }
 """Routes without a body."""
 
@@ -102,7 +104,7 @@ def document(version: str, keys: bool) -> dict[str, Any]:
         if "{name}" in path:
             place = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [place]
-        if path in ("/health", "/ready"):
+        if path in OPEN:
             operation["security"] = []
         paths[path] = {"get": operation}
     found: dict[str, Any] = {

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hocket.serving.http import docs_page
 from hocket.serving.http.call import Call, json_response
 from hocket.serving.http.completions import is_id
 from hocket.serving.http.errors import ApiError, bad
@@ -28,8 +29,12 @@ class Plain:
 
     def __init__(self, service: HttpService) -> None:
         self.service = service
-        self.page, policy = _page()
-        self.page_headers = {"Content-Security-Policy": policy}
+        text = resources.files("hocket.serving.http").joinpath("page.html").read_text("utf-8")
+        self.page = text.encode()
+        self.page_headers = {"Content-Security-Policy": policy(text)}
+        docs = docs_page.page(document("", keys=service.settings.keys is not None))
+        self.docs = docs.encode()
+        self.docs_headers = {"Content-Security-Policy": policy(docs)}
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -63,6 +68,10 @@ class Plain:
         from hocket import __version__
 
         return json_response(document(__version__, keys=self.service.settings.keys is not None))
+
+    async def docs_page(self, request: Request) -> Response:
+        """The same as a page, without the version: it is open to clients without a key."""
+        return Response(self.docs, headers=self.docs_headers, media_type="text/html; charset=utf-8")
 
     async def ready(self, request: Request) -> Response:
         """Whether a request would be answered."""
@@ -142,18 +151,16 @@ async def detokenize(call: Call) -> Response | None:
     return json_response({"prompt": text})
 
 
-def _page() -> tuple[bytes, str]:
-    """The chat page, and a policy that lets it run its own script and ask its own server."""
-    text = resources.files("hocket.serving.http").joinpath("page.html").read_text("utf-8")
+def policy(text: str) -> str:
+    """The policy of a page: it may run its own script and ask its own server, and no more."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         digests = (hashlib.sha256(one.encode()).digest() for one in found)
-        return " ".join(f"'sha256-{b64encode(one).decode()}'" for one in digests)
+        return " ".join(f"'sha256-{b64encode(one).decode()}'" for one in digests) or "'none'"
 
-    policy = (
+    return (
         f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     )
-    return text.encode(), policy
