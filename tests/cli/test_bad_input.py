@@ -400,3 +400,34 @@ def test_data_that_may_never_end(refused: Run, tmp_path: Path, name: str) -> Non
 
 def test_data_of_no_name_is_not_the_current_folder(refused: Run, text: str) -> None:
     assert "there is no such file" in refused("train", "tiny-llama", "--data", "")
+
+
+def test_sequence_parallelism_without_tensor_ranks(refused: Run, text: str) -> None:
+    """The hint is one that is taken, whether the flag or the layout asked for it."""
+    for asked in (["--sequence-parallel"], ["--layout", "dp2:sequence_parallel=true"]):
+        said = refused("train", "tiny-llama", "--data", text, "--seq-len", "32", *asked)
+        assert "tp is 1" in said
+        assert ".tp2:sequence_parallel=true" in said or " tp2:sequence_parallel=true" in said
+        assert "--sequence-parallel" not in said.rpartition("hint:")[2]
+
+
+def test_a_run_that_is_not_there_names_those_that_are(
+    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    said = refused("export", "runs/frist", "--to", "x")
+    assert "holds no run" in said
+    assert "did you mean runs/first?" in said
+    assert "the runs in runs: first, second" in refused("export", "runs/zzzzzz", "--to", "x")
+    said = refused("generate", "runs/frist", "--prompt", "x")
+    assert "there is no directory runs/frist" in said
+    assert "did you mean runs/first?" in said
+    assert "--run elsewhere/a" in refused("export", "elsewhere/a", "--to", "x")
+
+
+def test_lora_of_a_configuration_names_the_weights(refused: Run, text: str) -> None:
+    said = refused("train", "llama-3-8b", "--data", text, "--lora-rank", "4")
+    assert "hocket train meta-llama/Meta-Llama-3-8B" in said

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from hocket.cli.compare import Compare
+from hocket.cli.examples import EXAMPLES, lines
 from hocket.cli.flags import _lists, parse
 from hocket.cli.help import attributes, flag
 from hocket.cli.main import VERBS, main
@@ -101,3 +104,40 @@ def test_numbers_of_yaml_in_tables_too(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("training:\n  lr: 1e-4\nmin_lr: 1e-5\n")
     assert config.read(str(file)) == {"lr": 1e-4, "min_lr": 1e-5}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_ends_with_commands_that_the_verb_reads(verb: str, helps: dict[str, str]) -> None:
+    from hocket.cli import spelling
+
+    assert helps[verb].rstrip().endswith(lines(verb).rstrip())
+    assert 1 <= len(EXAMPLES[verb]) <= 2
+    if verb in ("config", "completion"):  # their arguments are words, and a verb's own
+        return
+    module = importlib.import_module(f"hocket.cli.{verb}")
+    known, kind = spelling.flags_of(module), spelling.kind_of(module)
+    for words in EXAMPLES[verb]:
+        given = shlex.split(words)
+        read = spelling.checked(verb, spelling.current(verb, given, known), known)
+        assert read == given, "by present names"
+        parse(kind, verb, read, kind())
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("gpus", "hocket models --gpus"),
+        ("chat m", "hocket generate MODEL --chat"),
+        ("trian m --steps 3", "hocket train m --steps 3"),
+        ("config train m --lr 1e-4", "hocket config show train m --lr 1e-4"),
+        ("train m --recompute", "hocket train m --recompute full"),
+        ("plan m --config a/run.yaml", "hocket config show plan > a/run.toml"),
+        ("serve m --enable-prefix-caching", "the prefix cache is on"),
+        ("serve m --gpu-memory-utilization 0.9", "use --cache-memory"),
+    ],
+)
+def test_what_other_tools_call_it_leads_to_the_command_here(
+    typed: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed.split()) == 2
+    assert hint in capsys.readouterr().err

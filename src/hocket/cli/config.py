@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,11 @@ def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
     from hocket.cli.main import VERBS
 
+    if arguments and arguments[0] in VERBS:
+        raise OptionError(
+            f"hocket config has no command {arguments[0]!r}",
+            hint=shlex.join(["hocket", "config", "show", *arguments]),
+        )
     if not arguments or arguments[0] != "show":
         parse(ConfigFlags, "config", arguments, ConfigFlags())
     match tuple(arguments):
@@ -116,7 +122,7 @@ def expanded(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.F
     at = next(i for i, a in enumerate(rest) if a.startswith("--config"))
     rest = rest[:at] + rest[at + 1 + (rest[at] == "--config") :]
     names = {flag.name for flag in known.values()}
-    options = renamed.options(_options(path), names)
+    options = renamed.options(_options(path, verb), names)
     written = explicit(rest)
     positional = bool(rest) and not rest[0].startswith("-")
     found: list[str] = []
@@ -189,7 +195,7 @@ def read(path: str) -> dict[str, Any]:
         raise OptionError(f"{path}: {error.message}", hint=error.hint) from None
 
 
-def _options(path: str) -> dict[str, Any]:
+def _options(path: str, verb: str = "train") -> dict[str, Any]:
     """The options of a file, those of its tables among the others."""
     import tomllib
 
@@ -199,7 +205,8 @@ def _options(path: str) -> dict[str, Any]:
         data = _yaml(text, path) if file.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except FileNotFoundError:
         raise OptionError(
-            f"there is no file {path}", hint=f"hocket config show train MODEL > {path}"
+            f"there is no file {path}",
+            hint=f"hocket config show {verb} > {shlex.quote(str(file.with_suffix('.toml')))}",
         ) from None
     except IsADirectoryError:
         raise OptionError(

@@ -57,6 +57,21 @@ GROUPS = {
 VERBS = {verb: what for verbs in GROUPS.values() for verb, what in verbs.items()}
 """Each verb is a module of this package with a function `main(arguments) -> exit code`."""
 
+MEANT = {
+    "gpus": "hocket models --gpus",
+    "hardware": "hocket models --gpus",
+    "env": "hocket doctor",
+    "chat": "hocket generate MODEL --chat",
+    "run": "hocket generate MODEL --chat",
+    "download": "hf download ORG/NAME",
+    "finetune": "hocket train MODEL --data DATA",
+    "pretrain": "hocket train MODEL --data DATA",
+    "launch": "hocket train MODEL --layout dp2",
+    "bench": "hocket probe",
+    "tune": "hocket train MODEL --layout auto",
+}
+"""Verbs of other tools, and the command here."""
+
 EXIT_CODES = {
     0: "done",
     1: "a check failed, a rank died, or requests were cut off",
@@ -187,7 +202,9 @@ def _verb(arguments: list[str]) -> int:
             near, rest = rest[0], [*rest[1:], verb]
         raise OptionError(
             f"unknown verb {verb!r}",
-            hint="hocket --help" if near is None else shlex.join(["hocket", near, *rest]),
+            hint=MEANT.get(verb, "hocket --help")
+            if near is None or verb in MEANT
+            else shlex.join(["hocket", near, *rest]),
         )
     installed.require(verb, rest)
     module = importlib.import_module(f"hocket.cli.{verb}")

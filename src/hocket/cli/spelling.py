@@ -119,9 +119,9 @@ def checked(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> l
         if not equals:
             after = arguments[index + 1] if index + 1 < len(arguments) else "--"
             if after.startswith("--"):
-                raise OptionError(
-                    f"{written} has no value", hint=f"{written} {flag.metavar or _noun(flag)}"
-                )
+                kinds = f"; it is one of {', '.join(flag.choices)}" if flag.choices else ""
+                value = flag.choices[-1] if flag.choices else flag.metavar or _noun(flag)
+                raise OptionError(f"{written} has no value{kinds}", hint=f"{written} {value}")
             value = after
         if flag.number is not None and not flag.many:
             try:

@@ -393,7 +393,12 @@ def rehearsal(found: TrainingPlan) -> list[str]:
 
 def command(found: TrainingPlan) -> list[str]:
     """The words of the command that trains in the best layout."""
-    words = ["train", found.model, "--data", "DATA", "--layout", str(found.best.layout)]
+    # LoRA needs weights, which a name of the catalogue has not.
+    from hocket.catalogue import models
+
+    known = found.lora_rank is not None and found.model in models.names()
+    name = (known and models.entry(found.model).hub_id) or found.model
+    words = ["train", name, "--data", "DATA", "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     words += ["--dtype", found.precision]
     if found.grad_dtype not in ("", default_grad_dtype(found.precision)):

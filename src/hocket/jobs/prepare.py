@@ -104,7 +104,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
     if request.options.lora_rank is not None and source.weights is None:
         raise ModelError(
             f"LoRA adapts weights that are there, and {source.name} has none",
-            hint="a directory with safetensors weights, or no --lora-rank",
+            hint=_with_weights(source.name),
         )
     request = defaults.with_rates(request, source)
     if request.options.tokenizer is None and source.weights is not None and not source.tokenizer:
@@ -137,6 +137,15 @@ def device_checked(options: TrainOptions) -> None:
         raise OptionError(
             "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
         )
+
+
+def _with_weights(name: str) -> str:
+    """Where a model has its weights, of which only the configuration was named."""
+    from hocket.catalogue import models
+
+    repo = models.entry(name).hub_id if name in models.names() else None
+    here = "a directory with safetensors weights, or no --lora-rank"
+    return here if repo is None else f"hocket train {repo}, which has them; or {here}"
 
 
 def choice_checked(request: JobRequest, world_size: int | None) -> None:

@@ -55,6 +55,10 @@ def validate(
     problem = next(_problems(model, layout, workload, world_size), None)
     if problem is not None:
         near = nearest(model, layout, workload, world_size=world_size)
+        if layout.sequence_parallel and layout.tp == 1:
+            # The flag stays where it was typed: what is near has to have tensor ranks.
+            wider = dataclasses.replace(layout, tp=2)
+            near = [wider] if next(_problems(model, wider, workload, None), None) is None else near
         raise LayoutError(problem, hint=" or ".join(_flags(layout, n) for n in near) or None)
     return dataclasses.replace(layout, microbatches=microbatches(layout, workload))
 

@@ -27,7 +27,7 @@ from typing import Any
 from hocket.models import fetched, hub, merged, quantization, registry, repo_id, text_part
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE, headers
-from hocket.spec import checkpoint
+from hocket.spec import checkpoint, run_names
 from hocket.spec.errors import ModelError, nearest, unknown
 from hocket.spec.files import parse_json
 from hocket.spec.run import RunSpec
@@ -123,7 +123,16 @@ def resolve(
         )
     repo = repo_id.parse(text)
     if repo is not None:
-        return _of_hub(text, repo, trust_remote_code, weights)
+        try:
+            return _of_hub(text, repo, trust_remote_code, weights)
+        except ModelError as error:
+            runs = run_names.nearest_run(path)
+            if runs is None:
+                raise
+            raise ModelError(
+                f"there is no directory {text}, and no such model of the Hub: {error.message}",
+                hint=runs,
+            ) from None
     if os.sep in text or text.startswith((".", "~")):
         near = nearest(path.name, catalogue.names())
         raise ModelError(

@@ -27,7 +27,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from hocket.spec import renamed
+from hocket.spec import renamed, run_names
 from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
@@ -436,8 +436,7 @@ class RunFolder:
         """Read the spec and verify its checksum, if it has one.
 
         Args:
-            trust_remote_code: the flag of the command that reads. What the file says of it is
-                never used: a run folder may come from someone else.
+            trust_remote_code: the reading command's flag; what the file says of it is never used.
 
         Raises:
             RunFolderError: there is no run.json, it cannot be read, or it was changed.
@@ -447,7 +446,8 @@ class RunFolder:
             spec = RunSpec.from_json(text)
             body = parse_json(text)
         except FileNotFoundError:
-            raise RunFolderError(f"{self.path} holds no run (no run.json)") from None
+            hint = run_names.hint_of_runs(self.path)
+            raise RunFolderError(f"{self.path} holds no run", hint=hint) from None
         except (*MALFORMED, OptionError) as error:
             raise RunFolderError(f"{self.spec_file} cannot be read: {error}") from None
         crc32 = body.pop(CHECKSUM, None)

@@ -113,6 +113,19 @@ EXPLAINED = {
     "num_gpus": "leave it out: --layout determines the number of ranks",
     "resume_from_checkpoint": "use --run DIR --resume",
     "no_enable_prefix_caching": "use --no-prefix-cache",
+    "enable_prefix_caching": "leave it out: the prefix cache is on; --no-prefix-cache disables it",
+    "gpu_memory_utilization": "use --cache-memory, as in 20GB: the key/value cache per rank "
+    "(default: 0.95 of the free memory of a GPU, less the largest step)",
+    "quantization": "leave it out: a quantized checkpoint is read by the method that its "
+    "configuration names, into --dtype",
+    "swap_space": "leave it out: preempted requests are prefilled again, and nothing is swapped",
+    "warmup_ratio": "use --warmup: steps, not a fraction",
+    "prompt_file": "use the file as standard input: hocket generate MODEL < FILE",
+    "interactive": "use --chat",
+    "flash_attn": "leave it out: flash kernels are taken where the device has them",
+    "use_flash_attention_2": "leave it out: flash kernels are taken where the device has them",
+    "hidden_size": "change config.json of a model directory: sizes belong to the model",
+    "num_layers": "change config.json of a model directory: sizes belong to the model",
 }
 """Options of other tools without a counterpart of the same meaning, and what to use."""
 

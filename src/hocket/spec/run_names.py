@@ -1,0 +1,25 @@
+"""Run folders next to a name that is none: what the user may have meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hocket.spec.errors import nearest
+
+MOST_LISTED = 8
+"""Names of a hint."""
+
+
+def hint_of_runs(path: Path) -> str:
+    """The run of nearest name in the same folder, else the names of its runs, else how to make
+    one."""
+    return nearest_run(path) or f"hocket train MODEL --data DATA --run {path}"
+
+
+def nearest_run(path: Path) -> str | None:
+    """As `hint_of_runs`; None where the folder has no runs."""
+    runs = {one.parent.name: one.parent for one in path.parent.glob("*/run.json")}
+    found = nearest(path.name, runs)
+    if found is not None:
+        return f"did you mean {runs[found]}?"
+    return f"the runs in {path.parent}: {', '.join(sorted(runs)[:MOST_LISTED])}" if runs else None
