@@ -16,7 +16,8 @@ TABLES = {"families.md", "served-families.md"}
 MERGING = {"accuracy.md", "accuracy-cpu.md", "accuracy-serving.md", "rehearsals.md"}
 """Pages that quote the output of programs as they were when it was measured."""
 PAGES = [
-    ROOT / "README.md",
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "benchmarks" / "README.md",
     *(
         page
         for page in sorted((ROOT / "docs").rglob("*.md"))

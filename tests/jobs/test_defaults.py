@@ -202,7 +202,7 @@ def test_a_dry_run_is_of_the_model_that_the_data_make(
     assert main(flags) == 0
     assert [(spec.config["vocab_size"], spec.options.device) for spec in asked] == [(257, "cpu")]
     out = capsys.readouterr().out
-    assert "on this machine: 500 ms a step" in out
+    assert "on this machine: 500 ms/step" in out
     assert "4 s for 8 steps" in out
     assert "price: $" in out
 

@@ -170,7 +170,7 @@ def step_line(event: Event) -> str:
     return (
         f"step {event['step']:>{len(str(event['steps']))}}/{event['steps']}  "
         f"loss {event['loss']:.4f}  {event['tokens_per_second']:,.0f} tokens/s  "
-        f"{format_seconds(event['step_seconds'])} a step"
+        f"{format_seconds(event['step_seconds'])}/step"
         + (f"  grad norm {event['grad_norm']:.2f}" if event.get("grad_norm") is not None else "")
         + _left(event)
     )
@@ -243,7 +243,7 @@ def numbers(event: Event, room: int) -> str:
     parts = [
         f"loss {event['loss']:.3f}",
         f"{event['tokens_per_second']:,.0f} tokens/s",
-        f"{format_seconds(event['step_seconds'])} a step",
+        f"{format_seconds(event['step_seconds'])}/step",
         _left(event).strip(),
     ]
     while len(parts) > 1 and len("  ".join(parts).rstrip()) > room:

@@ -50,7 +50,7 @@ def result(summary: Summary) -> list[str]:
     if summary.tokens_per_second is not None and summary.step_seconds is not None:
         found.append(
             f"{summary.tokens_per_second:,.0f} tokens/s, "
-            f"{format_seconds(summary.step_seconds)} a step (medians)"
+            f"{format_seconds(summary.step_seconds)}/step (medians)"
         )
     if summary.memory_bytes:
         each = summary.memory_bytes
@@ -75,7 +75,7 @@ def foretold(summary: Summary) -> list[str]:
     parts = []
     if summary.step_seconds:
         error = told.step_seconds / summary.step_seconds - 1
-        parts.append(f"{format_seconds(told.step_seconds)} a step ({error:+.0%})")
+        parts.append(f"{format_seconds(told.step_seconds)}/step ({error:+.0%})")
     if summary.bubble is not None and Layout.stored(told.layout).num_stages > 1:
         parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
     if summary.memory_bytes and told.peak_bytes:

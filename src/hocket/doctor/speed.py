@@ -87,7 +87,7 @@ CHECKS = (
          memory=12 * GB, seconds=8.0, rehearsals=(FAKE,), fake=_SERVED, slow=True),
     *(
         _row(
-            f"prefill-{name}", f"prefill of {title}, 8,192 tokens a step", "prefill",
+            f"prefill-{name}", f"prefill of {title}, 8,192 tokens/step", "prefill",
             f"model flops utilization of {least:g} or more", capability=(8, 0),
             arguments={"model": model, "least": least}, seconds=8.0, timeout=180.0, memory=memory,
             rehearsals=(CPU, FAKE), fake=_SERVED, slow=True,

@@ -267,7 +267,7 @@ def _duration_text(found: DryRun) -> str:
         return f"time: not predicted: {found.reason}"
     steps = found.rehearsed.job.spec.options.steps
     line = (
-        f"time: {format_seconds(one.step_seconds)} a step ({format_seconds(one.low)} to "
+        f"time: {format_seconds(one.step_seconds)}/step ({format_seconds(one.low)} to "
         f"{format_seconds(one.high)}), {format_seconds(one.seconds)} for {steps} steps"
     )
     if one.dollars is None:

@@ -228,7 +228,7 @@ def reasons(found: Forecast) -> list[str]:
 
 def summary(found: Forecast) -> str:
     """Step time, rate, peak memory and idle share as one line."""
-    text = f"{format_seconds(found.step_seconds)} a step, {found.tokens_per_second:,.0f} tokens/s, "
+    text = f"{format_seconds(found.step_seconds)}/step, {found.tokens_per_second:,.0f} tokens/s, "
     text += f"{format_bytes(max(found.peak_bytes))} on the peak rank"
     return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")
 

@@ -128,7 +128,7 @@ def reading_text(reading: ReadPlan) -> str:
     gain = here.step_seconds.median / best.step_seconds.median
     what = f"{gain:.2f} times as fast" if here.fits else "fits, which the file's layout does not"
     lines.append(
-        f"Better: {best.layout}: {format_seconds(best.step_seconds.median)} a step, "
+        f"Better: {best.layout}: {format_seconds(best.step_seconds.median)}/step, "
         f"{format_bytes(best.memory_high)} on the peak rank ({what})."
     )
     if reading.environment:

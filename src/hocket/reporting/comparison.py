@@ -166,7 +166,7 @@ def sweep_text(axis: str, points: Sequence[Point], tokens: int, width: int = 100
             number = f"{value:,.0f}" if speed else f"{value:.1%}"
             theory = "" if speed else _theory(point)
             step = format_seconds(point.outcome.step_seconds)
-            lines.append(f"  {point.at:>4}  {number:>9}  {bar} {step} a step{theory}".rstrip())
+            lines.append(f"  {point.at:>4}  {number:>9}  {bar} {step}/step{theory}".rstrip())
     return "\n".join(lines)
 
 

@@ -293,7 +293,7 @@ def _planned(
     layout = serve_request.legal(server.source, best.layout, server.device)
     record.note(
         f"layout {layout.axes_text()}: the service planner's for {found.name}, "
-        f"{best.max_num_batched_tokens} tokens a step"
+        f"{best.max_num_batched_tokens} tokens/step"
     )
     return dataclasses.replace(server, layout=layout), ServingForecast.none(str(layout), _GPUS)
 
