@@ -19,7 +19,7 @@ from hocket.spec.capabilities import runs
 from hocket.spec.errors import OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
-from hocket.spec.run import RunSpec, Workload
+from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.training.learning_rate import learning_rate
 
 pytestmark = pytest.mark.train
@@ -267,3 +267,17 @@ def test_auto_is_the_dtype_of_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(defaults, "on_cuda", lambda _: True)
     monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
     assert defaults.with_dtype(asked).workload.dtype == "bf16"
+
+
+def test_cores_that_ranks_leave_idle_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hocket.jobs import compare, defaults
+
+    for here, ranks, threads, wanted in (
+        (64, 2, 1, "62 of 64 cores are idle: --threads 32"),
+        (64, 2, 8, "48 of 64 cores are idle: --threads 32"),
+        (2, 1, 1, ""),
+        (64, 32, 1, ""),
+    ):
+        monkeypatch.setattr(compare, "cores", lambda here=here: here)
+        options = TrainOptions(device="cpu", threads=threads)
+        assert defaults.idle_cores(options, ranks) == wanted

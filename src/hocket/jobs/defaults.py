@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hocket.jobs.request import JobRequest
     from hocket.models.dimensions import Dimensions
     from hocket.models.source import ModelSource
+    from hocket.spec.run import TrainOptions
 
 PRETRAINING, FINE_TUNING, LORA = "pretraining from random weights", "fine-tuning", "LoRA"
 
@@ -143,3 +144,14 @@ def note(request: JobRequest, source: ModelSource) -> str:
     )
     left_out = text_part.left_out(source.weights)
     return f"{text}; of the multimodal model not loaded: {left_out}" if left_out else text
+
+
+def idle_cores(options: TrainOptions, ranks: int) -> str:
+    """The cores of this machine that CPU ranks leave idle, where those are most of them, and the
+    fix; empty otherwise."""
+    from hocket.jobs.compare import cores
+
+    here, used = cores(), ranks * options.threads
+    if on_cuda(options) or here < 4 * used:
+        return ""
+    return f"{here - used} of {here} cores are idle: --threads {here // ranks}"

@@ -176,6 +176,8 @@ def prepared(
     for note in (defaults.note(job.request, job.source), *found.notes):
         record.note(note)
     if not job.request.auto:
+        if idle := defaults.idle_cores(job.request.options, job.layout.world_size):
+            record.note(idle)
         return prepare.write(job, folder, config, command)
     told, job = forecast_policy.choose(job, config, record, launcher=launcher)
     spec = prepare.write(job, folder, config, command)
