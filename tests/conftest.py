@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from tests.hub_server import loopback  # noqa: F401  a fixture
 from tests.ranks import RankPool
 from tests.rotation import seed
+from tests.support.rehearsal import workers  # noqa: F401  a fixture
+from tests.support.runs import runs, whole  # noqa: F401  fixtures
+from tests.support.warm import warm  # noqa: F401  a fixture
 
 # No test asks the real Hub; those of the Hub have one on loopback (tests/hub_server.py).
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -10,7 +10,6 @@ from hocket.models import registry
 from hocket.models.samples import switches
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.matrix import SWITCHED
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.rotation import part
 
 pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(300)]

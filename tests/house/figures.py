@@ -14,12 +14,18 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @functools.cache
+def parsed(file: Path) -> ast.Module:
+    """A file's syntax tree, made once for all tests of this folder."""
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def definitions() -> tuple[tuple[str, Definition], ...]:
     """Every class and function at the top of a module, with the module's name below `hocket`."""
     return tuple(
         (".".join(file.relative_to(SOURCE).with_suffix("").parts), node)
         for file in sorted(SOURCE.rglob("*.py"))
-        for node in ast.parse(file.read_text()).body
+        for node in parsed(file).body
         if isinstance(node, Definition)
     )
 

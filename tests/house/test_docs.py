@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -22,7 +23,6 @@ import pytest
 from hocket.cli.main import VERBS, main
 from hocket.jobs.tour_stops import STOPS, TIMED
 from tests.hub_server import TOKEN, Repo, folder
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.rotation import part
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +79,25 @@ def commands(page: Path) -> list[list[str]]:
         ):
             found.append(shlex.split(text)[1:])
     return [words for words in found if "..." not in words]
+
+
+FREE = ("--port", "--data", "--run")
+"""Flags whose values are the user's."""
+
+
+def shape(words: list[str]) -> list[str]:
+    """A command without the values that a user would change, and without the shell's part."""
+    ends = [at for at, word in enumerate(words) if word in (">", "&")]
+    own = words[: ends[0]] if ends else words
+    return [word for before, word in zip(["", *own], own, strict=False) if before not in FREE]
+
+
+@functools.cache
+def run_by_paths() -> list[list[str]]:
+    """The shapes of all commands of the scripts in tests/paths."""
+    scripts = sorted((ROOT / "tests" / "paths").glob("*.sh"))
+    lines = [line for script in scripts for line in script.read_text("utf-8").splitlines()]
+    return [shape(shlex.split(line)[1:]) for line in lines if line.startswith("hocket ")]
 
 
 def fewer(words: list[str]) -> list[str]:
@@ -175,12 +194,19 @@ def repos_of_the_page(tmp_path: Path) -> list[Repo]:
     ]
 
 
+def elsewhere(page: Path) -> bool:
+    """Whether a script of tests/paths runs every slow command of a page, in processes of their own;
+    the tour has a test of its own, tests/jobs/test_tour.py."""
+    slow = [words for words in commands(page) if not quick(words) and words != ["tour"]]
+    return all(shape(words) in run_by_paths() for words in slow)
+
+
 @pytest.mark.timeout(400)  # a page holds up to a dozen commands
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "page",
-    [PAGES[0], *part([p for p in PAGES[1:] if not all(map(quick, commands(p)))], 3)],
+    [PAGES[0], *part([p for p in PAGES[1:] if not elsewhere(p)], 3)],
     ids=lambda page: page.name,
 )
 def test_commands_run_in_their_order(

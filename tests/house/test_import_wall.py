@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.house import figures
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "hocket"
 
@@ -85,9 +88,10 @@ def files(room: str) -> list[Path]:
     return sorted((SOURCE / room).rglob("*.py"))
 
 
-def imports(file: Path, text: str | None = None) -> Iterator[tuple[str, bool, int]]:
+@functools.cache
+def imports(file: Path, text: str | None = None) -> tuple[tuple[str, bool, int], ...]:
     """(module, whether it is imported when the file is, line) of every import at run time."""
-    tree = ast.parse(file.read_text() if text is None else text)
+    tree = figures.parsed(file) if text is None else ast.parse(text)
     package = ["hocket", *file.relative_to(SOURCE).parent.parts]
 
     def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool, int]]:
@@ -111,7 +115,7 @@ def imports(file: Path, text: str | None = None) -> Iterator[tuple[str, bool, in
             for child in ast.iter_child_nodes(node):
                 yield from walk(child, at_import and not inside)
 
-    yield from walk(tree, True)
+    return tuple(walk(tree, True))
 
 
 def room_of(module: str) -> str | None:

@@ -21,7 +21,7 @@ LONGEST = 0.06
 def after_kills(folder: Path, layout: str, *, kills: int, seed: int) -> int:
     """Run a job, and one in which each save but the last is cut; the number of restarts."""
     from hocket.spec.layout import Layout
-    from tests.jobs.test_restart import job, losses, weights
+    from tests.support.runs import job, losses, weights
 
     rng = random.Random(seed)
     steps = 2 * (kills + 1)

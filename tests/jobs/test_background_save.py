@@ -8,32 +8,29 @@ from typing import Any
 
 import pytest
 
-import hocket.launch
 from hocket.spec import checkpoint as words
 from hocket.spec.errors import TrainingError
-from tests.jobs.test_restart import job, losses, weights
-from tests.jobs.warm import Warm
-from tests.ranks import RankPool
 from tests.rotation import part
+from tests.support.runs import Whole, job, losses, weights
 
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 BACKGROUND: dict[str, Any] = {"save_mode": "background", "save_every": 2}
 LAYOUTS = ["dp2", "dp2:zero=1", "dp2:zero=2", "dp2:zero=3", "pp2:microbatches=2", "tp2"]
 
 
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "")
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
-
-
 @pytest.mark.parametrize("layout", part(LAYOUTS, 3))
-def test_checkpoints_and_end_are_those_of_blocking_saves(tmp_path: Path, layout: str) -> None:
+def test_checkpoints_and_end_are_those_of_blocking_saves(
+    tmp_path: Path, whole: Whole, layout: str
+) -> None:
     notes: list[str] = []
     kept = {"keep_checkpoints": 9, "save_every": 2}
-    job(tmp_path, "blocking", layout, save_mode="blocking", **kept)
+    whole(tmp_path, "blocking", layout, save_mode="blocking", **kept)
     job(tmp_path, "later", layout, notes=notes, save_mode="background", **kept)
     assert any("saves are written in the background" in note for note in notes)
     one, other = (words.checkpoints(tmp_path / n / "checkpoints") for n in ("blocking", "later"))
@@ -55,8 +52,8 @@ def test_kills_at_any_moment_of_a_save_tear_no_checkpoint(tmp_path: Path, layout
 
 
 @pytest.mark.parametrize("phase", ["save", "write"])
-def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, phase: str) -> None:
-    job(tmp_path, "whole", "dp2:zero=3")
+def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, whole: Whole, phase: str) -> None:
+    whole(tmp_path, "whole", "dp2:zero=3")
     notes: list[str] = []
     fault = {"kind": "full", "rank": 1, "phase": phase, "step": 8}
     options = {"save_mode": "background", "keep_checkpoints": 9}
@@ -73,16 +70,16 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, phase: str) -> None:
         job(tmp_path, "last", "dp2:zero=3", [late], max_restarts=0, **options)
 
 
-def test_a_writer_that_fails_restarts_the_run(tmp_path: Path) -> None:
-    job(tmp_path, "whole", "dp2")
+def test_a_writer_that_fails_restarts_the_run(tmp_path: Path, whole: Whole) -> None:
+    whole(tmp_path, "whole", "dp2")
     fault = {"kind": "raise", "rank": 1, "phase": "write", "step": 4}
     summary = job(tmp_path, "cut", "dp2", [fault], **BACKGROUND)
     assert summary.restarts == 1
     assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
 
 
-def test_a_stop_waits_for_what_is_being_written(tmp_path: Path) -> None:
-    job(tmp_path, "whole", "dp2")
+def test_a_stop_waits_for_what_is_being_written(tmp_path: Path, whole: Whole) -> None:
+    whole(tmp_path, "whole", "dp2")
     fault = {"kind": "term", "rank": 0, "phase": "write", "step": 4}
     summary = job(tmp_path, "cut", "dp2", [fault], save_mode="background")
     assert summary.stopped or summary.steps == 12

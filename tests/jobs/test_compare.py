@@ -15,7 +15,6 @@ from hocket.spec.comparison import Comparison, Point, Strategy, StrategyResult, 
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.timeline import Event, Timeline
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 
 def test_the_ways_cover_every_kind_and_fit_the_batch() -> None:

@@ -10,7 +10,6 @@ from hocket.cli.main import main
 from hocket.jobs.corpus import standard_library, write
 from hocket.jobs.demo import QUICK, options
 from hocket.spec.run import RunFolder
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 
 def test_the_corpus_is_this_pythons_own(tmp_path: Path) -> None:

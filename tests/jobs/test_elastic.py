@@ -12,27 +12,27 @@ from typing import Any
 
 import pytest
 
-import hocket.launch
 from hocket.jobs import elastic
 from hocket.jobs.request import request
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.layout import Layout
 from hocket.spec.run import TrainOptions
-from tests.jobs.test_restart import job, losses
-from tests.jobs.warm import Warm
-from tests.ranks import ROOT, RankPool
+from tests.ranks import ROOT
+from tests.support.runs import Whole, job, losses
 
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 CONSTANT: dict[str, Any] = {"lr_schedule": "constant", "lr": 1e-3, "eval_every": 0}
 
 
 @pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "")
+def _own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nothing was measured
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
 
 
 def layouts(folder: Path, name: str) -> dict[int, str]:
@@ -54,8 +54,10 @@ GONE = [
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp2.tp2"])
-def test_a_rank_that_is_gone_for_good_costs_its_device_alone(tmp_path: Path, layout: str) -> None:
-    job(tmp_path, "one", "dp1", steps=18, **CONSTANT)
+def test_a_rank_that_is_gone_for_good_costs_its_device_alone(
+    tmp_path: Path, whole: Whole, layout: str
+) -> None:
+    whole(tmp_path, "one", "dp1", steps=18, **CONSTANT)
     notes: list[str] = []
     summary = job(tmp_path, "run", layout, GONE, notes, elastic=True, **CONSTANT)
     assert summary.steps == 12
@@ -70,14 +72,14 @@ def test_a_rank_that_is_gone_for_good_costs_its_device_alone(tmp_path: Path, lay
     equal_to_one_process(tmp_path, "run")
 
 
-def test_the_planner_chooses_for_the_ranks_that_are_left(tmp_path: Path) -> None:
+def test_the_planner_chooses_for_the_ranks_that_are_left(tmp_path: Path, whole: Whole) -> None:
     from hocket.jobs import machine
     from hocket.spec.forecast import Forecast
     from tests.jobs.test_forecast import here
 
     file = tmp_path / "cluster.toml"
     machine.save(machine.cluster_of(here()), file)
-    job(tmp_path, "one", "dp1", **CONSTANT)
+    whole(tmp_path, "one", "dp1", **CONSTANT)
     job(tmp_path, "run", "dp4", GONE, elastic=True, cluster=str(file), **CONSTANT)
     forecast = Forecast.from_json((tmp_path / "run" / "forecast.json").read_text())
     assert forecast.layout == layouts(tmp_path, "run")[12]
@@ -86,8 +88,8 @@ def test_the_planner_chooses_for_the_ranks_that_are_left(tmp_path: Path) -> None
     equal_to_one_process(tmp_path, "run")
 
 
-def test_copies_in_memory_are_resharded_too(tmp_path: Path) -> None:
-    job(tmp_path, "one", "dp1", **CONSTANT)
+def test_copies_in_memory_are_resharded_too(tmp_path: Path, whole: Whole) -> None:
+    whole(tmp_path, "one", "dp1", **CONSTANT)
     notes: list[str] = []
     options = {"elastic": True, "replicate_state": 2, "save_every": 50}
     job(tmp_path, "run", "dp4", GONE, notes, **options, **CONSTANT)
@@ -109,9 +111,9 @@ def test_a_failure_of_the_run_itself_is_not_a_device_that_is_gone(tmp_path: Path
         job(tmp_path, "run", "dp2", [fault], elastic=True, save_every=2, **CONSTANT)
 
 
-def test_torchrun_with_fewer_and_with_more_ranks(tmp_path: Path) -> None:
+def test_torchrun_with_fewer_and_with_more_ranks(tmp_path: Path, whole: Whole) -> None:
     """Two ranks, then one, then three, of which one is left over: 3 do not share a batch of 4."""
-    job(tmp_path, "one", "dp1", steps=9, **CONSTANT)
+    whole(tmp_path, "one", "dp1", steps=9, **CONSTANT)
     foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in foreign and "SLURM" not in k}
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}

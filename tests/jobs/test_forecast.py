@@ -15,7 +15,6 @@ from hocket.jobs.request import request
 from hocket.spec.measured import LatencyFit, MachineMeasurements
 from hocket.spec.run import RunFolder
 from tests.families import FAMILIES, LLAMA
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.planning.test_machine_forecast import measured
 from tests.rotation import part
 

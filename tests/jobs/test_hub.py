@@ -13,7 +13,6 @@ from hocket.jobs.model_card import card
 from hocket.spec.run import RunFolder
 from tests.families import LLAMA
 from tests.hub_server import TOKEN, Repo, folder, offline
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.timeout(120)]
 

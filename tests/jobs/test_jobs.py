@@ -14,7 +14,6 @@ from hocket.cli.events import EVENTS
 from hocket.cli.main import main
 from hocket.spec.errors import OptionError, WeightsError
 from hocket.spec.run import RunFolder
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(200)]
 

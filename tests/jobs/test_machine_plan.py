@@ -174,9 +174,14 @@ def test_what_cannot_be_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_what_fits_nowhere_is_refused_with_the_least_that_it_needs(cluster: str) -> None:
+def test_what_fits_nowhere_is_refused_with_the_least_that_it_needs(
+    cluster: str, tmp_path: Path
+) -> None:
+    made = here()
+    small = dataclasses.replace(made, host=dataclasses.replace(made.host, memory=2_000_000))
+    machine.save(cluster_of(small), tmp_path / "small.toml")
     with pytest.raises(HocketError, match="fits in no layout of this machine: the least is"):
-        job.plan("llama-3-8b", cluster=cluster, seq_len=64, global_batch=2)
+        job.plan("tiny-llama", cluster=str(tmp_path / "small.toml"), seq_len=64, global_batch=2)
 
 
 def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None:

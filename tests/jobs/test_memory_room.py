@@ -18,7 +18,6 @@ from hocket.schedules.registry import build
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120), pytest.mark.usefixtures("warm")]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import hocket.launch
 from hocket.jobs.dry_run import dry_run, text
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
@@ -15,17 +14,14 @@ from hocket.jobs.train import train
 from hocket.spec.checkpoint import candidates, read_manifest
 from hocket.spec.errors import CheckpointError, RunFolderError
 from hocket.spec.run import RunFolder
-from tests.jobs.test_restart import losses
-from tests.jobs.warm import Warm
-from tests.ranks import RankPool
+from tests.support.runs import losses
 
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 
 def values(folder: Path, name: str, layout: str, **more: Any) -> dict[str, Any]:

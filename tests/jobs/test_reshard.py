@@ -12,7 +12,6 @@ import pytest
 from hocket.cli.main import main
 from hocket.reporting.record import read
 from hocket.spec.run import RunFolder
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(240)]
 

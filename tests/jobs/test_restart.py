@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import hocket.launch
-from hocket.jobs.record import Summary
-from hocket.jobs.request import request
-from hocket.jobs.train import train
 from hocket.spec.errors import (
     CheckpointError,
     OptionError,
@@ -22,47 +15,15 @@ from hocket.spec.errors import (
     TrainingError,
 )
 from hocket.spec.run import RunFolder
-from tests.jobs.warm import Warm
-from tests.ranks import RankPool
+from tests.rotation import part
+from tests.support.runs import STEPS, Whole, job, losses, weights
 
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
-
-STEPS = 12
-
-
-def job(
-    folder: Path, name: str, layout: str, faults: Any = (), notes: Any = None, **options: Any
-) -> Summary:
-    text = folder / "text.txt"
-    text.write_text("a hocket is one melody for several voices\n" * 200)
-    values = {
-        "model": "tiny-llama", "data": str(text), "run": str(folder / name), "layout": layout,
-        "seq_len": 16, "global_batch": 4, "steps": STEPS, "save_every": 4, "eval_every": 6,
-        "cluster": "none", "device": "cpu", "warmup": 2, **options,
-    }  # fmt: skip
-
-    def hear(event: dict[str, Any]) -> None:
-        if notes is not None and event["event"] == "note":
-            notes.append(event["text"])
-
-    return train(request(values), on_event=hear, faults=faults)
-
-
-def weights(folder: Path, name: str) -> int:
-    return zlib.crc32((folder / name / "model" / "model.safetensors").read_bytes())
-
-
-def losses(folder: Path, name: str) -> list[tuple[int, float]]:
-    rows = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [(row["step"], row["loss"]) for row in map(json.loads, rows)]
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "")
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
-
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 PHASES = [
     ("build", 1), ("step", 1), ("forward", 6), ("collective", 7), ("save", 8), ("save", 4),
@@ -70,21 +31,24 @@ PHASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2:microbatches=2"])
-def test_a_rank_that_is_killed_anywhere_changes_no_bit(tmp_path: Path, layout: str) -> None:
-    job(tmp_path, "whole", layout)
-    for number, (phase, step) in enumerate(PHASES):
-        fault = {"kind": "kill", "rank": 1, "phase": phase, "step": step}
-        name = f"cut-{number}"
-        summary = job(tmp_path, name, layout, [fault])
-        assert summary.restarts == 1, (phase, step)
-        assert weights(tmp_path, name) == weights(tmp_path, "whole"), (phase, step)
-        assert losses(tmp_path, name) == losses(tmp_path, "whole"), (phase, step)
+KILLED = [("dp2", *phase) for phase in PHASES]
+KILLED += [("pp2:microbatches=2", *phase) for phase in (*PHASES[1:], PHASES[0])]
+
+
+@pytest.mark.parametrize(("layout", "phase", "step"), part(KILLED, 2))
+def test_a_rank_that_is_killed_anywhere_changes_no_bit(
+    tmp_path: Path, whole: Whole, layout: str, phase: str, step: int
+) -> None:
+    whole(tmp_path, "whole", layout)
+    fault = {"kind": "kill", "rank": 1, "phase": phase, "step": step}
+    assert job(tmp_path, "cut", layout, [fault]).restarts == 1
+    assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
 
 
 @pytest.mark.parametrize("layout", ["dp2:zero=3", "pp2:microbatches=2"])
-def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, layout: str) -> None:
-    job(tmp_path, "whole", layout)
+def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, whole: Whole, layout: str) -> None:
+    whole(tmp_path, "whole", layout)
     notes: list[str] = []
     fault = {"kind": "full", "rank": 1, "phase": "save", "step": 8}
     summary = job(tmp_path, "full", layout, [fault], notes)
@@ -118,8 +82,8 @@ def test_restarts_in_a_row_are_bounded(tmp_path: Path) -> None:
         job(tmp_path, "none", "dp2", faults, max_restarts=0)
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    job(tmp_path, "whole", "dp2:zero=1")
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, whole: Whole) -> None:
+    whole(tmp_path, "whole", "dp2:zero=1")
     for step in (6, 10):  # the only checkpoint, and the newer of two
         fault = {"kind": "damage", "rank": 1, "phase": "step", "step": step}
         summary = job(tmp_path, f"cut-{step}", "dp2:zero=1", [fault])
@@ -127,21 +91,16 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         assert weights(tmp_path, f"cut-{step}") == weights(tmp_path, "whole")
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("kind", ["stop", "stuck"])
-def test_a_rank_that_hangs_is_named(tmp_path: Path, kind: str, backend: str) -> None:
+HANGS = [("stop", "shm"), ("stop", "gloo"), ("stuck", "gloo"), ("stuck", "shm")]
+
+
+@pytest.mark.parametrize(("kind", "backend"), part(HANGS, 2))
+def test_a_rank_that_hangs_is_named(tmp_path: Path, whole: Whole, kind: str, backend: str) -> None:
     fault = {"kind": kind, "rank": 1, "phase": "forward", "step": 7}
-    events: list[Any] = []
-    job(tmp_path, "whole", "pp2:microbatches=2", backend=backend)
-    text = tmp_path / "text.txt"
-    values = {
-        "model": "tiny-llama", "data": str(text), "run": str(tmp_path / "cut"),
-        "layout": "pp2:microbatches=2", "seq_len": 16, "global_batch": 4, "steps": STEPS,
-        "save_every": 4, "eval_every": 6, "cluster": "none", "device": "cpu", "warmup": 2,
-        "backend": backend,
-    }  # fmt: skip
-    train(request(values), on_event=events.append, faults=[fault])
-    (failure,) = [e["text"] for e in events if e["event"] == "note" and "restart 1" in e["text"]]
+    notes: list[str] = []
+    whole(tmp_path, "whole", "pp2:microbatches=2", backend=backend)
+    job(tmp_path, "cut", "pp2:microbatches=2", [fault], notes, backend=backend)
+    (failure,) = [note for note in notes if "restart 1" in note]
     assert "rank 1" in failure
     told = (tmp_path / "cut" / "failures.txt").read_text()
     assert "rank 0: step 7, " in told
@@ -196,14 +155,19 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout:
         job(tmp_path, "none", layout, [fault], max_skipped_steps=0)
 
 
-@pytest.mark.parametrize(
-    ("layout", "rank"), [("dp2", None), ("dp3", 1), ("dp2:zero=1", None), ("dp3:zero=1", 1)]
-)
-def test_a_flipped_bit_in_a_replica_is_found(tmp_path: Path, layout: str, rank: int | None) -> None:
+FLIPPED: list[tuple[str, int | None]] = [
+    ("dp2", None), ("dp3", 1), ("dp3:zero=1", 1), ("dp2:zero=1", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "rank"), part(FLIPPED, 2))
+def test_a_flipped_bit_in_a_replica_is_found(
+    tmp_path: Path, whole: Whole, layout: str, rank: int | None
+) -> None:
     fault = {"kind": "flip", "rank": 1, "phase": "step", "step": 7}
     notes: list[str] = []
     options = {"replica_check_every": 1, "global_batch": 6}
-    job(tmp_path, "whole", layout, **options)
+    whole(tmp_path, "whole", layout, **options)
     who = "one of ranks" if rank is None else f"rank {rank} differs in"
     with pytest.raises(ReplicaError, match=f"differ after step 7: {who}.*model.embed_tokens"):
         job(tmp_path, "stop", layout, [fault], **options)

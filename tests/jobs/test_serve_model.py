@@ -15,7 +15,6 @@ from hocket.cli.main import main
 from hocket.launch import Launcher
 from hocket.spec.serving_forecast import ServingMeasured
 from tests.jobs.test_serve import SMALL, Visitor, post, status
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ PROMPTS = ["One melody is dealt", "note by note to several voices, " * 3, "x", "
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Path:
     """A run whose model has learnt a line."""
-    from tests.jobs.warm import Warm
+    from tests.support.warm import Warm
 
     folder = tmp_path_factory.mktemp("served")
     text = folder / "text.txt"
@@ -45,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(trained: Path, ranks: RankPool) -> list[str]:
-    from tests.jobs.warm import Warm
+    from tests.support.warm import Warm
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Warm, "pool", ranks)
@@ -56,7 +55,7 @@ def expected(trained: Path, ranks: RankPool) -> list[str]:
 @pytest.fixture
 def second(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> Iterator[None]:
     """The session's launcher for the first replica, one of its own for the other."""
-    from tests.jobs.warm import Warm
+    from tests.support.warm import Warm
 
     monkeypatch.setattr(Warm, "pool", ranks)
     made: list[Any] = []

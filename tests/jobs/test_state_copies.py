@@ -7,25 +7,20 @@ from typing import Any
 
 import pytest
 
-import hocket.launch
 from hocket.spec.errors import OptionError
 from hocket.spec.run import RunFolder
-from tests.jobs.test_restart import job, losses, weights
-from tests.jobs.warm import Warm
-from tests.ranks import RankPool
 from tests.rotation import part
+from tests.support.runs import Whole, job, losses, weights
 
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 LAYOUTS = ["dp2", "dp2:zero=1", "dp2:zero=3", "pp2:microbatches=2", "tp2"]
 COPIED: dict[str, Any] = {"replicate_state": 2, "save_every": 50}
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "")
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
 
 
 def resumed(notes: list[str]) -> list[str]:
@@ -33,8 +28,8 @@ def resumed(notes: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", part(LAYOUTS, 2))
-def test_a_killed_rank_costs_steps_alone(tmp_path: Path, layout: str) -> None:
-    job(tmp_path, "whole", layout, save_every=50)
+def test_a_killed_rank_costs_steps_alone(tmp_path: Path, whole: Whole, layout: str) -> None:
+    whole(tmp_path, "whole", layout, save_every=50)
     faults = [
         {"kind": "kill", "rank": 1, "phase": "forward", "step": 8},
         {"kind": "kill", "rank": 0, "phase": "step", "step": 12, "attempts": 2},
@@ -50,8 +45,8 @@ def test_a_killed_rank_costs_steps_alone(tmp_path: Path, layout: str) -> None:
     assert not RunFolder(tmp_path / "cut").state_copies.exists()
 
 
-def test_the_newer_of_copy_and_checkpoint_is_taken(tmp_path: Path) -> None:
-    job(tmp_path, "whole", "dp2")
+def test_the_newer_of_copy_and_checkpoint_is_taken(tmp_path: Path, whole: Whole) -> None:
+    whole(tmp_path, "whole", "dp2")
     fault = {"kind": "kill", "rank": 1, "phase": "step", "step": 10}
     notes: list[str] = []
     job(tmp_path, "cut", "dp2", [fault], notes, replicate_state=3, save_every=4)
@@ -60,9 +55,11 @@ def test_the_newer_of_copy_and_checkpoint_is_taken(tmp_path: Path) -> None:
     assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
 
 
-def test_replicas_that_differed_do_not_continue_from_their_copies(tmp_path: Path) -> None:
+def test_replicas_that_differed_do_not_continue_from_their_copies(
+    tmp_path: Path, whole: Whole
+) -> None:
     options = {"replica_check_every": 1, "save_every": 4}
-    job(tmp_path, "whole", "dp2:zero=1", **options)
+    whole(tmp_path, "whole", "dp2:zero=1", **options)
     fault = {"kind": "flip", "rank": 1, "phase": "step", "step": 7}
     notes: list[str] = []
     summary = job(

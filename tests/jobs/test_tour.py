@@ -16,7 +16,6 @@ from hocket.jobs.tour_stops import STOPS, TIMED, columns
 from hocket.reporting.tour import page_markdown, stop_text, words
 from hocket.spec.errors import OptionError
 from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

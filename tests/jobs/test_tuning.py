@@ -13,7 +13,6 @@ import pytest
 
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from tests.families import LLAMA
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
 

@@ -9,25 +9,24 @@ from typing import Any
 
 import pytest
 
-import hocket.launch
 from hocket.runtime import upload as runtime_upload
 from hocket.runtime.upload import Remote, Uploader
 from hocket.spec import checkpoint as words
 from hocket.spec.errors import OptionError
 from hocket.spec.run import RunFolder, TrainOptions
-from tests.jobs.test_restart import job, losses, weights
-from tests.jobs.warm import Warm
-from tests.ranks import RankPool
+from tests.support.runs import Whole, job, losses, weights
 
 pytest.importorskip("fsspec")
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 
 @pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "")
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
+def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_upload, "PAUSE", 0.01)
 
 
@@ -53,10 +52,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_a_run_whose_folder_is_lost_continues_from_its_upload(
-    tmp_path: Path, place: str, request: pytest.FixtureRequest
+    tmp_path: Path, whole: Whole, place: str, request: pytest.FixtureRequest
 ) -> None:
     url = request.getfixturevalue("bucket") if place == "bucket" else str(tmp_path / "slow" / "run")
-    job(tmp_path, "whole", "dp2")
+    whole(tmp_path, "whole", "dp2")
     options: dict[str, Any] = {"upload": url, "keep_checkpoints": 1}
     term = {"kind": "term", "rank": 0, "phase": "step", "step": 6}
     # Ranks agree to stop a few times a second; at full speed the run would be over by then.
@@ -83,8 +82,10 @@ def test_a_run_whose_folder_is_lost_continues_from_its_upload(
     assert job(tmp_path, "run", "dp2", **options).steps == 12  # finished: nothing is left to do
 
 
-def test_an_upload_that_fails_costs_that_upload(tmp_path: Path, monkeypatch: Any) -> None:
-    job(tmp_path, "whole", "dp2")
+def test_an_upload_that_fails_costs_that_upload(
+    tmp_path: Path, whole: Whole, monkeypatch: Any
+) -> None:
+    whole(tmp_path, "whole", "dp2")
     put = Remote.put
 
     def refuse(self: Remote, file: Path, name: str) -> None:

@@ -7,38 +7,35 @@ from pathlib import Path
 
 import pytest
 
-import hocket.launch
 from hocket.spec.errors import OptionError, RankFailure, ReplicaError
-from tests.jobs.test_restart import job, weights
-from tests.jobs.warm import Warm
-from tests.ranks import RankPool
+from tests.rotation import part
+from tests.support.runs import Whole, job, weights
 
-pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setattr(Warm, "pool", ranks)
-    monkeypatch.setattr(hocket.launch, "Launcher", Warm)
+pytestmark = [
+    pytest.mark.train,
+    pytest.mark.ranks,
+    pytest.mark.usefixtures("runs"),
+    pytest.mark.timeout(240),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "rank", "who"),
-    [
-        ("dp3", 1, "rank 1 computes"),
-        ("dp2", 1, "one of ranks [0, 1] computes"),
-        ("dp3:zero=1", 2, "rank 2 computes"),
-        ("dp2:zero=3", 0, "one of ranks [0, 1] computes"),
-        ("dp2.pp2:microbatches=2", 3, "computes"),
-        ("dp2.tp2", 1, "computes"),
-    ],
-)
+WRONG = [
+    ("dp3", 1, "rank 1 computes"),
+    ("dp2", 1, "one of ranks [0, 1] computes"),
+    ("dp3:zero=1", 2, "rank 2 computes"),
+    ("dp2:zero=3", 0, "one of ranks [0, 1] computes"),
+    ("dp2.pp2:microbatches=2", 3, "computes"),
+    ("dp2.tp2", 1, "computes"),
+]
+
+
+@pytest.mark.parametrize(("layout", "rank", "who"), part(WRONG, 2))
 def test_a_rank_that_computes_wrongly_is_found(
-    tmp_path: Path, layout: str, rank: int, who: str
+    tmp_path: Path, whole: Whole, layout: str, rank: int, who: str
 ) -> None:
     options = {"global_batch": 12, "verify_every": 2, "steps": 6, "max_restarts": 0}
-    job(tmp_path, "plain", layout, global_batch=12, steps=6)
-    job(tmp_path, "whole", layout, **options)
+    whole(tmp_path, "plain", layout, global_batch=12, steps=6)
+    whole(tmp_path, "whole", layout, **options)
     assert weights(tmp_path, "whole") == weights(tmp_path, "plain")
     fault = {"kind": "wrong", "rank": rank, "phase": "step", "step": 3}
     with pytest.raises((ReplicaError, RankFailure)) as caught:

@@ -14,7 +14,6 @@ from hocket.spec.errors import LayoutError, TrainingError
 from hocket.spec.links import Links
 from hocket.spec.run import RunFolder
 from hocket.spec.timeline import Timeline
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(200)]

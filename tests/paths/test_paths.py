@@ -15,24 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_docs import PAGES, ROOT, commands
+from tests.house.test_docs import PAGES, ROOT, commands, shape
 from tests.hub_server import TOKEN, Repo, folder, serving
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(HERE.glob("*.sh"))
-FREE = ("--port", "--data", "--run")
-"""Flags whose values are the user's."""
-
-
-def shape(words: list[str]) -> list[str]:
-    """A command without the values that a user would change, and without the shell's part."""
-    found: list[str] = []
-    for word in words:
-        if word in (">", "&"):
-            break
-        if not (found and found[-1] in FREE):
-            found.append(word)
-    return found
 
 
 def named() -> list[list[str]]:

@@ -1,19 +1,13 @@
-"""Worker processes, once for a module's tests."""
+"""Functions called in the worker processes of rehearsals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
-
-
-@pytest.fixture(scope="package")
-def workers() -> Iterator[RehearsalWorkers]:
-    with RehearsalWorkers() as found:
-        yield found
 
 
 @pytest.fixture

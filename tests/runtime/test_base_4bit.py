@@ -11,7 +11,6 @@ from torch import nn
 
 from hocket.jobs.request import request
 from hocket.spec.errors import HocketError, OptionError
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.train

@@ -17,7 +17,6 @@ import pytest
 import hocket
 from tests.jobs.served_model import CONFIG, model
 from tests.jobs.test_serve import Visitor
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.serving.http_hostile import CHAT, MESSAGE, PLAIN, REFUSED
 from tests.serving.http_live import TEMPLATE, Door, error, events
 

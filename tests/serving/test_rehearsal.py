@@ -1,6 +1,6 @@
 """A served replica rehearsed on fake CUDA tensors: what the host reads, what a graph holds.
 
-Each rank is executed by the worker that `hocket rehearse --serve` starts.
+Each rank is executed by a worker as `hocket rehearse --serve` starts it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.rehearse import print_serving
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.jobs.serving import rehearse as job
 from hocket.jobs.serving.rehearsal_fit import require_replica
 from hocket.spec.errors import LayoutError, ScheduleError
@@ -48,10 +49,12 @@ def replica(family: str, layout: str, **options: Any) -> RunSpec:
     ("family", "layout", "kernels"),
     [("llama", "tp2", ["fa2"]), ("gemma3", "pp2", ["fa2", "fa2"])],
 )
-def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels: list[str]) -> None:
+def test_no_step_reads_the_device_and_all_end(
+    workers: RehearsalWorkers, family: str, layout: str, kernels: list[str]
+) -> None:
     """Prefill, mixed and decode steps, whose requests sample in every way: no read inside a step,
     one result, decode legal to capture, and messages that end under both rules."""
-    found = job.rehearse(replica(family, layout, block_size=256))
+    found = job.rehearse(replica(family, layout, block_size=256), workers=workers)
     assert found.host_reads() == []
     assert found.ends
     assert found.fits
@@ -87,11 +90,11 @@ def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels:
 
 
 def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workers: RehearsalWorkers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As `hocket serve --dry-run` and `hocket rehearse --serve` do before a rank starts."""
     spec = replica("llama", "tp1")
-    found = job.rehearse(spec)
+    found = job.rehearse(spec, workers=workers)
     require_replica(found, spec)
     held = found.held(found.ranks[0])
     small = dataclasses.replace(found, device_memory=int(0.8 * held))
@@ -114,9 +117,9 @@ def test_a_replica_that_does_not_end_is_rejected() -> None:
         require_replica(found, spec)
 
 
-def test_what_reads_the_device_is_named_and_not_captured() -> None:
+def test_what_reads_the_device_is_named_and_not_captured(workers: RehearsalWorkers) -> None:
     """Where experts are picked on the host, a step runs eagerly, and the place is reported."""
-    found = job.rehearse(replica("mixtral", "tp1"))
+    found = job.rehearse(replica("mixtral", "tp1"), workers=workers)
     (one,) = found.ranks.values()
     graphs = one["graphs"]
     if graphs["reason"]:
@@ -129,9 +132,11 @@ def test_what_reads_the_device_is_named_and_not_captured() -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp2.ep2", "tp2.ep2.etp1", "dp2.pp2.ep2"])
-def test_experts_over_ranks_read_nothing_and_are_captured(layout: str) -> None:
+def test_experts_over_ranks_read_nothing_and_are_captured(
+    workers: RehearsalWorkers, layout: str
+) -> None:
     """Where a data rank is idle, too."""
-    found = job.rehearse(replica("mixtral", layout))
+    found = job.rehearse(replica("mixtral", layout), workers=workers)
     assert found.host_reads() == []
     assert found.ends
     assert found.fits
@@ -143,8 +148,10 @@ def test_experts_over_ranks_read_nothing_and_are_captured(layout: str) -> None:
         assert one["largest"] == {"tokens": 64, "host_reads": 0}
 
 
-def test_a_long_prompt_is_dispatched_with_one_read_a_layer() -> None:
-    found = job.rehearse(replica("mixtral", "dp2.ep2", max_num_batched_tokens=8192))
+def test_a_long_prompt_is_dispatched_with_one_read_a_layer(workers: RehearsalWorkers) -> None:
+    found = job.rehearse(
+        replica("mixtral", "dp2.ep2", max_num_batched_tokens=8192), workers=workers
+    )
     assert found.host_reads() == []
     layers = SERVED["mixtral"]["num_hidden_layers"]
     for one in found.ranks.values():
@@ -152,18 +159,18 @@ def test_a_long_prompt_is_dispatched_with_one_read_a_layer() -> None:
     assert f"8,192 tokens, {layers} host reads" in found.text()
 
 
-def test_the_largest_step_of_experts_is_predicted() -> None:
+def test_the_largest_step_of_experts_is_predicted(workers: RehearsalWorkers) -> None:
     """Their tokens are copied for each expert, and their outputs are weighted in fp32."""
-    found = job.rehearse(replica("mixtral", "tp2", max_num_batched_tokens=1024))
+    found = job.rehearse(replica("mixtral", "tp2", max_num_batched_tokens=1024), workers=workers)
     (predicted,) = found.predicted
     for one in found.ranks.values():
         assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.15)
 
 
-def test_layers_that_no_library_takes_are_read_by_triton() -> None:
+def test_layers_that_no_library_takes_are_read_by_triton(workers: RehearsalWorkers) -> None:
     spec = replica("llama", "tp1")
     spec = RunSpec.from_json(spec.to_json().replace('"dtype": "bf16"', '"dtype": "fp32"'))
-    found = job.rehearse(spec)
+    found = job.rehearse(spec, workers=workers)
     (one,) = found.ranks.values()
     (row,) = one["attention"]
     assert row["kernel"] == "triton"

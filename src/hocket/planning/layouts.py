@@ -207,7 +207,9 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     count = layout.microbatches or 1
     if layout.microbatches is None and layout.pp > 1:
         count = legality.usual_microbatches(batch, layout.pp)
-    compute(layout, count if layout.virtual_stages > 1 else 1)  # refuses what cannot be
+    _require_schedule(
+        layout.schedule, layout.pp, layout.virtual_stages, count if layout.virtual_stages > 1 else 1
+    )
     values = {
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "zero")},
         "etp": layout.expert_tp,
@@ -221,6 +223,16 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "lighter": layout.pipeline_split == "light-ends",
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
+
+
+@functools.lru_cache(maxsize=1024)
+def _require_schedule(name: str, pp: int, virtual_stages: int, microbatches: int) -> None:
+    """Refuse what the schedule cannot take; of a plan's hundreds of rows many ask for the same.
+
+    Raises:
+        ScheduleError: as `schedules.registry.compute`.
+    """
+    compute(Layout(pp=pp, virtual_stages=virtual_stages, schedule=name), microbatches)
 
 
 def _problems(

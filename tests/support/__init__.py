@@ -1,0 +1,8 @@
+"""What tests of several folders share, as fixtures that tests/conftest.py makes known to all.
+
+warm       jobs of this test run on the session's launcher: none pays for imports twice
+runs       the same for small training runs (`job`), and no ledger is written
+whole      an undisturbed run, made once for all tests that compare with it
+workers    worker processes of rehearsals, made once for all
+ranks      `ranks.run("tests.room.cases:case", world_size=4)`: tests/ranks.py
+"""
