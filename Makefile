@@ -19,7 +19,7 @@ JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
-.PHONY: help setup demo test test-base test-gpu docs check bench
+.PHONY: help setup demo test test-all test-base test-gpu docs check bench
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
@@ -43,6 +43,10 @@ demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four 
 
 test: $(STAMP) ## run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+# Of the rotating cases all, not the part that a commit chooses: several times as long.
+test-all: $(STAMP) ## run all tests, every rotating case among them: before a release
+	HOCKET_TESTS=all $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 # Installed as a user would, not editable: this also sees what a wheel leaves out. A wheel takes what
 # it finds in build/, stale files too, so that goes first.

@@ -29,6 +29,14 @@ TENSOR_LAYOUTS = (
     "pp2.tp2:microbatches=2",
     "pp2.tp2:microbatches=2,sequence_parallel=true",
 )
+SPLIT_LAYOUTS = (
+    "tp2",
+    "tp2:recompute=full",
+    "tp2:sequence_parallel=true",
+    "tp2:sequence_parallel=true,recompute=full",
+    "pp2.tp2:microbatches=2",
+    "pp2.tp2:microbatches=2,sequence_parallel=true",
+)
 SMALL = ["--seq-len", "32", "--global-batch", "8", "--eval-batches", "1", "--steps", "3"]
 
 
@@ -49,6 +57,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     found = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(found))
     return found
+
+
+@pytest.fixture(scope="module")
+def cache_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache-of-all")
+
+
+@pytest.fixture
+def kept(own_cache: Path, cache_of_all: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of a model (its shape, its verdicts) is kept for the tests that ask for this:
+    they differ in the layout."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_of_all))
 
 
 @pytest.fixture
@@ -106,7 +126,7 @@ def test_a_run_is_foretold_whatever_its_layout(
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("model", "layout"),
@@ -158,7 +178,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "layout",
@@ -194,19 +214,10 @@ def test_adapters_are_foretold_under_every_stage_of_zero(
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "tp2",
-        "tp2:recompute=full",
-        "tp2:sequence_parallel=true",
-        "tp2:sequence_parallel=true,recompute=full",
-        "pp2.tp2:microbatches=2",
-        "pp2.tp2:microbatches=2,sequence_parallel=true",
-    ],
+    ("adapters", "layout"), part(list(itertools.product((True, False), SPLIT_LAYOUTS)), 2)
 )
 def test_memory_is_foretold_over_tensor_ranks(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, adapters: bool
@@ -231,7 +242,7 @@ def test_memory_is_foretold_over_tensor_ranks(
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("targets", "layout"), part(list(itertools.product(TARGETS, TENSOR_LAYOUTS)), 3)
@@ -273,10 +284,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("model", "layout"), list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS))
+    ("model", "layout"), part(list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS)), 3)
 )
 def test_messages_are_foretold_where_no_product_ends_a_layer(
     tmp_path: Path, text: str, cluster: str, ended: dict[str, str], model: str, layout: str

@@ -80,7 +80,7 @@ class Shard:
             "rank": self.rank,
             "file": self.file,
             "placements": [p.to_json() for p in self.placements.values()],
-            "tensors": [dataclasses.asdict(t) for t in self.tensors],
+            "tensors": [dict(vars(t)) for t in self.tensors],
         }
 
     @classmethod
