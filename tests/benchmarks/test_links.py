@@ -11,6 +11,7 @@ from benchmarks import links
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(200)
 def test_the_run_that_finds_the_scale_is_in_no_rows_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

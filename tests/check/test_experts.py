@@ -47,7 +47,7 @@ MORE = {
 ALL = [(family, layout) for layout in EVERY for family in MIXTURES]
 ALL += [(family, layout) for layout, families in MORE.items() for family in families]
 CASES = [("mixtral", layout) for layout in EVERY]
-CASES += part([case for case in ALL if case not in CASES], 3)
+CASES += part([case for case in ALL if case not in CASES], 5)
 
 FAULTS = [
     ("experts summed over dp", "mixtral", "dp2.ep2", "experts"),

@@ -87,7 +87,7 @@ MORE |= {
 ALL = [(family, layout) for layout in EVERY for family in FAMILIES]
 ALL += [(family, layout) for layout, families in MORE.items() for family in families]
 CASES = [("llama", layout) for layout in EVERY]
-CASES += part([case for case in ALL if case not in CASES], 3)
+CASES += part([case for case in ALL if case not in CASES], 5)
 
 TYPES = {str(config["model_type"]).removesuffix("_text") for config in FAMILIES.values()}
 MODEL_CODE = [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(TYPES)]
