@@ -19,16 +19,21 @@ STEPS = 12
 Whole = Callable[..., None]
 
 
+def text_in(folder: Path) -> Path:
+    """What the runs of a folder are trained on, written there."""
+    text = folder / "text.txt"
+    text.write_text("a hocket is one melody for several voices\n" * 200)
+    return text
+
+
 def job(
     folder: Path, name: str, layout: str, faults: Any = (), notes: Any = None, **options: Any
 ) -> Summary:
     """Train the tiny Llama into `folder / name`; texts of notes are added to `notes`."""
-    text = folder / "text.txt"
-    text.write_text("a hocket is one melody for several voices\n" * 200)
     values = {
-        "model": "tiny-llama", "data": str(text), "run": str(folder / name), "layout": layout,
-        "seq_len": 16, "global_batch": 4, "steps": STEPS, "save_every": 4, "eval_every": 6,
-        "cluster": "none", "device": "cpu", "warmup": 2, **options,
+        "model": "tiny-llama", "data": str(text_in(folder)), "run": str(folder / name),
+        "layout": layout, "seq_len": 16, "global_batch": 4, "steps": STEPS, "save_every": 4,
+        "eval_every": 6, "cluster": "none", "device": "cpu", "warmup": 2, **options,
     }  # fmt: skip
 
     def hear(event: dict[str, Any]) -> None:
@@ -67,6 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
             where = tmp_path_factory.mktemp("whole")
             job(where, "run", layout, **options)
             made[key] = where
+        text_in(folder)
         (folder / name).symlink_to(made[key] / "run")
 
     return found
