@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(200)]
 
