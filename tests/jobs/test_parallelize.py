@@ -82,6 +82,40 @@ def test_labels_of_the_other_convention_are_rejected(shifted) -> None:
 
 
 @pytest.mark.torch
+def test_a_layout_of_another_world_is_rejected_before_its_proxy_model_is_tried(
+    tmp_path, monkeypatch
+) -> None:
+    """Collectives of a world that is not there leave memory as it was: what such a trial finds
+    would be cached, and reject the model for every later job."""
+    import hocket
+    from tests.jobs.cases import _llama
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for layout in ("tp2", "cp2", "pp2", "dp2"):
+        with pytest.raises(hocket.HocketError, match="needs 2 ranks, the world has 1") as error:
+            hocket.parallelize(_llama(), layout)
+        assert "init_process_group" in error.value.hint
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("method", ["forward_backward", "evaluate"])
+def test_a_batch_that_is_not_in_a_list_is_rejected(method) -> None:
+    import torch
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    ids = torch.randint(0, 96, (2, 9))
+    parallel = hocket.parallelize(_llama(), "dp1")
+    for given in ({"input_ids": ids, "labels": ids}, ids):
+        with pytest.raises(hocket.HocketError, match="takes a list of microbatches") as error:
+            getattr(parallel, method)(given)
+        assert error.value.hint == f"{method}([batch])"
+
+
+@pytest.mark.torch
 def test_shifted_labels_are_taken_where_it_is_said() -> None:
     import torch
 

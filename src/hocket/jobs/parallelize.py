@@ -67,6 +67,7 @@ def parallelize(
         ScheduleError: a schedule that is unknown or does not run.
     """
     from hocket.runtime import parallelize as runtime
+    from hocket.runtime.mesh import require_world_size
     from hocket.schedules import build
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
@@ -77,6 +78,8 @@ def parallelize(
     if isinstance(schedule, str):
         fields["schedule"] = schedule
     layout = Layout.parse(str(layout), **fields)
+    if mesh is None:
+        require_world_size(layout)
     if order is None and layout.num_stages > 1:
         order = build(layout, layout.microbatches or 2 * layout.pp)
     hugging_face = _is_hugging_face(module)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -61,6 +62,20 @@ GroupFactory = Callable[[Sequence[tuple[int, ...]], int, str], Any]
 """(disjoint rows of ranks, this rank, name of the axis) to the group of this rank's row."""
 
 
+def require_world_size(layout: Layout) -> None:
+    """Raises LayoutError where the default process group has another number of ranks."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if layout.world_size == world_size:
+        return
+    hint = None
+    if not dist.is_initialized() and os.environ.get("WORLD_SIZE") == str(layout.world_size):
+        hint = "torch.distributed.init_process_group() first"
+    raise LayoutError(
+        f"layout {layout.axes_text()} needs {layout.world_size} ranks, the world has {world_size}",
+        hint=hint,
+    )
+
+
 class Mesh:
     """One rank's view of a layout.
 
@@ -87,14 +102,9 @@ class Mesh:
         recorder: Recorder | None = None,
         group_factory: GroupFactory | None = None,
     ) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if group_factory is not None:
-            world_size = layout.world_size
-        if layout.world_size != world_size:
-            raise LayoutError(
-                f"layout {layout.axes_text()} needs {layout.world_size} ranks, "
-                f"the world has {world_size}"
-            )
+        world_size = layout.world_size
+        if group_factory is None:
+            require_world_size(layout)
         self.layout = layout
         self.rank = rank
         self.world_size = world_size

@@ -115,14 +115,21 @@ class ParallelModel(Parallel):
             equal on every rank.
 
         Raises:
-            OptionError: the number of microbatches is not the schedule's, or the labels of the
-                first step follow the other convention.
+            OptionError: a batch that is not in a list, a number of microbatches that is not the
+                schedule's, or labels of the first step that follow the other convention.
         """
+        _require_several(microbatches, "forward_backward")
         if not self._labels_seen and self.labels_shifted is not None and microbatches:
             if "labels" in microbatches[0]:
                 check_convention(microbatches[0], self.labels_shifted)
             self._labels_seen = True
         return super().forward_backward(microbatches, num_tokens)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """(sum of losses, valid tokens) of a global batch of which this data rank has a part; a
+        router's auxiliary loss is left out. Raises OptionError where it is one microbatch."""
+        _require_several(microbatches, "evaluate")
+        return super().evaluate(microbatches)
 
     # --- files -----------------------------------------------------------------------------
 
@@ -314,6 +321,16 @@ class ParallelModel(Parallel):
 
 
 @torch.no_grad()
+def _require_several(microbatches: Sequence[Microbatch], method: str) -> None:
+    """Raises OptionError for a batch, or a tensor, that is not in a list."""
+    if isinstance(microbatches, Mapping | Tensor):
+        kind = type(microbatches).__name__
+        raise OptionError(
+            f"{method} takes a list of microbatches, and is given a {kind}",
+            hint=f"{method}([batch])",
+        )
+
+
 def _begin(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer make its state, changing no value."""
     groups = optimizer.param_groups

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hocket.spec.layout import Layout
 
 
+_OF_TWO_RANKS = frozenset({"tensors", "slices", "context"})
+"""What cannot be tried by one rank: its collectives would leave memory as it was."""
+
+
 def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerdict:
     """Reject a layout that would change what a Hugging Face model computes. Every rank calls it.
 
@@ -57,6 +61,7 @@ def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerd
     file = cache_file(values, attention)
     known = _agreed(read(file) if leads else ProxyVerdict(), group)
     missing = known.missing(wanted)
+    assert several or not _OF_TWO_RANKS.intersection(missing), missing
     if missing:
         if leads or dist.get_rank() == 1:
             config = config_of(values, dropout=0.0)
