@@ -31,3 +31,22 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
     assert row["outcome"] == OK or row["why"], row
     assert "Traceback" not in row["why"], row
     assert "hocket_paged" not in row["why"], row
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("falcon", "tp2"),  # one key/value head within a fused matrix, on every rank
+        ("gpt_oss", "tp2"),  # experts that tensor parallelism does not split
+        ("doge", "dp2"),  # positions are selected in sequences that are longer than this one
+        ("inkling_text", "dp2"),  # the widest tensor is an inner one of attention
+    ],
+)
+def test_predicted_memory_is_within_5_percent(
+    workers: RehearsalWorkers, tmp_path: Path, kind: str, layout: str
+) -> None:
+    row = rehearsed(kind, "train", layout, workers, tmp_path)
+    assert row["outcome"] == OK, row
+    assert abs(row["error"]) <= 0.05, row

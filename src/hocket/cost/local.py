@@ -5,7 +5,7 @@ on probed machines, size them here.
     row             [T, k / t] x [k, n]
     outside         whole on every rank
     heads           a weight of u units (key/value heads) is held in whole units: where t > u
-                    several ranks hold the same one
+                    several ranks hold the same one; a fused matrix has segments of both kinds
 
 Legend: T tokens, t tensor ranks, u units of a weight.
 """
@@ -44,8 +44,7 @@ def tensor_elements(weight: Weight, tp: int) -> int:
     """Elements of a weight on the tensor rank with the most."""
     if weight.split == "outside" or tp == 1:
         return weight.elements
-    units = max(1, weight.units)
-    return weight.elements // units * max(1, -(-units // tp))
+    return sum(count // units * max(1, -(-units // tp)) for count, units in weight.segments)
 
 
 def held_elements(weight: Weight, layout: Layout, experts: tuple[str, ...] = ()) -> int:

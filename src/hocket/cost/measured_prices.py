@@ -325,10 +325,10 @@ def _partial(held: Sequence[Weight], tp: int) -> dict[str, int]:
     """Key/value heads that several tensor ranks hold: their gradients are summed once a step."""
     found: dict[str, int] = {}
     for weight in held:
-        units = max(1, weight.units)
-        if weight.split == "column" and 1 < units < tp:
-            axis = copies_axis(tp // units, tp)
-            found[axis] = found.get(axis, 0) + tensor_elements(weight, tp) * GRADIENT_BYTES
+        for elements, units in weight.segments:
+            if weight.split == "column" and 1 < units < tp:
+                axis = copies_axis(tp // units, tp)
+                found[axis] = found.get(axis, 0) + elements // units * GRADIENT_BYTES
     return found
 
 

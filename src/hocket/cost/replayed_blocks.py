@@ -26,6 +26,20 @@ from hocket.spec.capabilities import OFFLOADED_BYTES
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
 
 ENDS = ("embedding", "head")
+INDICES = (
+    "topk",
+    "sort",
+    "argsort",
+    "floor_divide",
+    "empty_like",
+    "eq",
+    "ne",
+    "lt",
+    "gt",
+    "le",
+    "ge",
+)
+"""Operations whose saved output is no activation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +160,7 @@ def blocks_of(
                 deferred=tuple(deferred.values()),
                 narrowed=deferred[narrow].input if layer and narrow in deferred else 0,
                 phases=_phases(job, block, rows, named),
-                working=_widest(job, block)
+                working=_widest(job, block, rows)
                 + (job.hidden_bytes - job.stream_bytes)
                 + _fp8_bytes(job, block),
                 first=first,
@@ -248,18 +262,29 @@ def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
     return round(product.n * product.count / split * job.microbatch.tokens * job.element_bytes)
 
 
-def _widest(job: StepProblem, block: BlockShape) -> int:
-    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
+def _widest(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:
+    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an operation
     gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
-    their gradient in the dtype of the products."""
+    their gradient in the dtype of the products. `saved`: what the block saves, in bytes."""
     rows = [p for p in block.products if p.split in ("row", "outside")]
     if not rows or block.kind in ENDS:
         return 0
     down = max(rows, key=lambda p: p.k * p.count)
     tp = job.layout.tp if down.split == "row" else 1
     widest = 2 * down.k * down.count / tp * job.element_bytes
-    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in rows if p.groups > 1]
-    return round(max(widest, *weighted, 0) * job.microbatch.tokens)
+    last = {p.name.rpartition(".")[0] or p.name: p for p in block.products if p.groups > 1}
+    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in last.values() if p in rows]
+    inner = [
+        nbytes
+        for name, nbytes in saved.items()
+        if not name.startswith(("input", *last)) and not _is_index(name)
+    ]
+    return max(round(max(widest, *weighted, 0) * job.microbatch.tokens), 2 * max(inner, default=0))
+
+
+def _is_index(name: str) -> bool:
+    """Whether a saved tensor holds positions or truth values, which have no gradient."""
+    return name.partition(":")[2].partition("#")[0] in INDICES
 
 
 def _fp8_bytes(job: StepProblem, block: BlockShape) -> int:

@@ -329,7 +329,8 @@ def _held(block: BlockShape, at: ReplicaColumns) -> Floats:
         elif block.kind in ("embedding",) or w.split == "outside":
             total = total + w.elements * ACTIVATION / (at.tp if w.split != "outside" else 1.0)
         else:
-            total = total + w.elements * at.weight / np.minimum(at.tp, max(w.units, 1))
+            for elements, units in w.segments:
+                total = total + elements * at.weight / np.minimum(at.tp, units)
     return total
 
 

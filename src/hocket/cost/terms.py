@@ -300,17 +300,23 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
 
     units = min((a.kv_heads for a in block.attention), default=0)
 
-    def divided_by(w: Weight) -> str:
+    def divided_by(w: Weight, held: int) -> str:
         """Stacked experts count as such even where tensor parallelism does not split them."""
         if w.split == "expert" or (bool(experts) and w.name.startswith(experts)):
             return "expert"
         if w.split == "outside":
             return "outside"
-        return "copied" if w.units <= units else "inside"
+        return "copied" if held <= units else "inside"
 
     def weights(kind: str, *, trained: bool = False) -> Floats:
-        chosen = (w for w in block.weights if not (trained and w.frozen))
-        return _one(sum(w.elements * w.stored for w in chosen if divided_by(w) == kind))
+        return _one(
+            sum(
+                elements * w.stored
+                for w in block.weights
+                for elements, held in w.segments
+                if not (trained and w.frozen) and divided_by(w, held) == kind
+            )
+        )
 
     squares = [m for m in block.unfused if m.square]
     heads = max(sum(a.heads for a in block.attention), 1)

@@ -340,10 +340,11 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
 def tensor_degrees(shape: ModelShape) -> list[int]:
     """The degrees of tensor parallelism that divide a model."""
     counts = [
-        weight.units
+        units
         for block in shape.blocks.values()
         for weight in block.weights
-        if weight.split in ("column", "row", "inside") and weight.units > 1
+        for _, units in weight.segments
+        if weight.split in ("column", "row", "inside") and units > 1
     ]
     return [
         tp

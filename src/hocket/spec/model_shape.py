@@ -127,7 +127,8 @@ class Weight:
     `units` are query heads, key/value heads (each may be held by several ranks where there are
     fewer of them than ranks), feed-forward units or vocabulary rows; 1 where nothing is split.
     What is `frozen` has neither gradient nor optimizer state. `stored`: its bytes, as a fraction of
-    those in the model's precision (a quantized base).
+    those in the model's precision (a quantized base). `copied_elements`: of a fused matrix (query,
+    key and value in one), those in `copied_units` units (key/value heads), not in `units`.
     """
 
     name: str
@@ -136,6 +137,15 @@ class Weight:
     units: int = 1
     frozen: bool = False
     stored: float = 1.0
+    copied_elements: int = 0
+    copied_units: int = 1
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Elements, and the units in which tensor ranks hold them."""
+        whole = (self.elements - self.copied_elements, max(1, self.units))
+        copied = (self.copied_elements, max(1, self.copied_units))
+        return (whole, copied) if self.copied_elements else (whole,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,8 +206,8 @@ class ModelShape:
             heads is 1 where no tensor-parallel plan exists.
         tied: the head's matrix is the embedding's: the same name stands in both blocks' weights.
         experts, experts_per_token: 0 for dense models.
-        uneven: what is saved does not grow with tokens alone (chunks, states): rows of the view
-            `eager` hold for the size that was traced.
+        uneven: what is saved does not grow with tokens alone (chunks, states, positions that are
+            selected in long sequences): rows of the view `eager` hold for the size that was traced.
     """
 
     name: str

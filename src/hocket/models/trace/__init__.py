@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from hocket.models.trace.graph import Splits
 from hocket.models.trace.record import TracedSize
 from hocket.models.trace.run import Run, run
 from hocket.spec.model_shape import BlockShape, ModelShape, Weight
-from hocket.spec.plan import Split, TensorPlan, matches
+from hocket.spec.plan import Split, TensorPlan, WeightSegment, matches
 
 _STYLES = {
     "column": "column",
@@ -37,6 +37,9 @@ _STYLES = {
     "sum_grad": "outside",
     "experts": "expert",
 }
+
+_THRESHOLDS = ("keep_window_size", "index_topk")
+"""Sizes of configurations: for a longer sequence, a family's own code selects positions."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -122,7 +125,7 @@ def _shape(done: Run, name: str) -> ModelShape:
     weights, splits = _weights(done, plan, picked)
     kv_heads = _number(config, "num_key_value_heads")
     blocks: dict[str, BlockShape] = {}
-    uneven = False
+    uneven = any(_number(config, name) for name in _THRESHOLDS)
     for key, part in done.parts.items():
         kind = names[int(key)] if key.isdigit() else key
         costs = Costs(
@@ -223,21 +226,51 @@ def _weights(
             key = "embedding" if full in used["embedding"] else "head"
             name = full
         split = _split_of(plan, module)
-        style, units = "outside", 1
+        style, units = "outside", _Units()
         if split is not None and own in split.dims:
             style = _STYLES[split.style]
             segments = split.parameter_segments.get(own, split.segments)
-            units = min((s.units for s in segments), default=1)
+            units = _units(segments, parameter.numel())
             if split.gather_output:
                 gathers.add(full)
             if style == "expert" and split.dims[own] in (1, -2):
                 up.add(full)
         kinds[full] = style
-        parts[key].append(Weight(name=name, elements=parameter.numel(), split=style, units=units))
+        weight = Weight(
+            name=name,
+            elements=parameter.numel(),
+            split=style,
+            units=units.most,
+            copied_elements=units.copied_elements,
+            copied_units=units.copied,
+        )
+        parts[key].append(weight)
         if key == "embedding" and full in used["head"]:
-            tied = Weight(name=name, elements=parameter.numel(), split=style, units=units)
-            parts["head"].append(tied)
+            parts["head"].append(weight)
     return parts, Splits(weights=kinds, gathers=frozenset(gathers), up=frozenset(up))
+
+
+class _Units(NamedTuple):
+    """The units of a parameter, and of its segments that several ranks may hold."""
+
+    most: int = 1
+    copied_elements: int = 0
+    copied: int = 1
+
+
+def _units(segments: Sequence[WeightSegment], numel: int) -> _Units:
+    """Of a parameter of so many elements, whose segments are along its split dim."""
+    heads = [s for s in segments if s.copies]
+    others = [s for s in segments if not s.copies]
+    fewest = min((s.units for s in heads), default=1)
+    if not others or not heads:
+        return _Units(most=min((s.units for s in segments), default=1))
+    rows = sum(s.rows for s in segments)
+    return _Units(
+        most=min(s.units for s in others),
+        copied_elements=numel // rows * sum(s.rows for s in heads),
+        copied=fewest,
+    )
 
 
 def _split_of(plan: TensorPlan | None, module: str) -> Split | None:
