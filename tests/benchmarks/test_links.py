@@ -16,7 +16,7 @@ from benchmarks import links
 def test_the_run_that_finds_the_scale_is_in_no_rows_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {**links.WIDE, "num_hidden_layers": 2}
+    small = {**links.WIDE, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
     monkeypatch.setattr(links, "WIDE", small)
     out = tmp_path / "rows.json"
     words = ["links", "--emulate-links", "nvlink5", "--steps", "2", "--out", str(out)]
