@@ -30,11 +30,11 @@ GPU = "A100-SXM-80"
 def one(folder: Path, layout: str, links: str, steps: int, name: str = "") -> dict[str, float]:
     """Train once, in a folder of that name; measured and foretold seconds of a step."""
     from hocket.jobs.request import request
-    from hocket.jobs.train import train
+    from hocket.jobs.train import train_model
     from hocket.spec.run import RunFolder
 
     run = folder / (name or f"{layout[:3]}-{links.partition('@')[0]}")
-    train(
+    train_model(
         request(
             {
                 "model": str(folder / "model"), "data": [str(folder / "text.txt")],

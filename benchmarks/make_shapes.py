@@ -21,7 +21,7 @@ def main(wanted: list[str]) -> int:
     torch.set_num_threads(1)
     folder = Path(models.__file__).parent / "data" / "shapes"
     folder.mkdir(exist_ok=True)
-    for name in wanted or models.names():
+    for name in wanted or models.model_names():
         shape = trace(models.config(name), name=name)
         (folder / f"{name}.json").write_text(json.dumps(shape.to_json(), indent=1) + "\n")
         print(f"{name:20}{shape.num_parameters:>18,}")

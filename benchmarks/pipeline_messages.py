@@ -26,7 +26,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
 
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import (
     BACKWARD,
@@ -207,7 +207,7 @@ def rows(durations: Durations, draws: int) -> Iterator[Row]:
         for pp in (2, 3, 4, 8):
             count = 4 * pp
             layout = Layout(pp=pp, schedule=name, virtual_stages=virtual)
-            schedule = build(layout, count)
+            schedule = build_schedule(layout, count)
             for cost in COSTS:
                 yield name, pp, count, cost, steps(schedule, cost, durations, draws)
 

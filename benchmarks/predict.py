@@ -31,10 +31,10 @@ from benchmarks.quiet import wait_until_quiet
 from hocket.catalogue import models
 from hocket.jobs import forecast, machine, prepare
 from hocket.jobs.background_load import Others
-from hocket.jobs.probe import measure
+from hocket.jobs.probe import measure_machine
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
-from hocket.jobs.train import PRELOAD, launch, prepared
+from hocket.jobs.train import PRELOAD, launch_ranks, prepare_run
 from hocket.launch import Launcher
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.measured import MachineMeasurements
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         for number in range(arguments.rounds):
             for name in arguments.models:
                 wait_until_quiet(arguments.patience)
-                measured = measure(device="cpu", quick=not arguments.full)
+                measured = measure_machine(device="cpu", quick=not arguments.full)
                 with Launcher("cpu", 1, preload=PRELOAD) as launcher:
                     for layout in arguments.layouts:
                         row = rows[name, layout]
@@ -139,13 +139,13 @@ def one(
             "eval_every": 0, "held_out": 0.0, "timeline_step": steps + WARM - 1, **WORK,
         }
     )  # fmt: skip
-    job, record = prepare.plan(asked), JobRecorder()
-    run_folder = prepare.run_folder(asked)
-    spec = prepared(job, run_folder, record)
-    told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule)
+    job, record = prepare.prepare_job(asked), JobRecorder()
+    run_folder = prepare.train_folder(asked)
+    spec = prepare_run(job, run_folder, record)
+    told, _ = forecast.predicted_run(spec, measured, launcher=launcher, schedule=job.schedule)
     assert told.known, told.why
     beside = Others()
-    summary = launch(launcher, run_folder, spec, record, cluster="none")
+    summary = launch_ranks(launcher, run_folder, spec, record, cluster="none")
     seconds = [float(event["step_seconds"]) for event in record.steps[WARM:]]
     timeline = Timeline.from_json(run_folder.timeline_file.read_text())
     row.predicted.append(told.step_seconds)
@@ -242,7 +242,10 @@ def main() -> None:
     rows = run(arguments)
     print(table(rows))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {"host": machine.present("cpu").host.cpu, "rows": [dataclasses.asdict(r) for r in rows]}
+    found = {
+        "host": machine.present_machine("cpu").host.cpu,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
     arguments.out.write_text(json.dumps(found, indent=1))
 
 

@@ -35,7 +35,7 @@ def rank(context: Any, payload: dict[str, Any]) -> None:
     import torch
 
     from hocket.spec.run import RunFolder
-    from hocket.training.build import build, read_schedule
+    from hocket.training.build import build_rank_job, read_schedule
     from hocket.training.dataset import BatchOrder, open_dataset
     from hocket.training.faults import Faults
     from hocket.training.inputs import Inputs
@@ -45,7 +45,7 @@ def rank(context: Any, payload: dict[str, Any]) -> None:
     folder = RunFolder(payload["run"])
     spec = folder.load()
     context.expect(900.0)
-    job = build(spec, context, read_schedule(folder.schedule_file))
+    job = build_rank_job(spec, context, read_schedule(folder.schedule_file))
     layout, workload = spec.layout, spec.workload
     tokens = Tokens.load(folder.data)
     order = BatchOrder(workload.global_batch, layout.dp, layout.microbatches or 1)
@@ -92,7 +92,7 @@ def measure(layout: str, cycles: int, folder: Path) -> dict[str, Any]:
     from hocket.jobs.request import request
     from hocket.launch import Launcher
 
-    job = prepare.plan(
+    job = prepare.prepare_job(
         request(
             {
                 "model": str(folder / "model"), "data": [str(folder / "text.txt")],
@@ -103,9 +103,9 @@ def measure(layout: str, cycles: int, folder: Path) -> dict[str, Any]:
             }
         )
     )  # fmt: skip
-    run = prepare.run_folder(job.request)
+    run = prepare.train_folder(job.request)
     _, tokens, config = prepare.data(job, run, lambda *_: None)
-    spec = prepare.write(prepare.fitted_to(job, tokens), run, config, "train")
+    spec = prepare.write_run(prepare.fitted_to(job, tokens), run, config, "train")
     rows: list[dict[str, Any]] = []
 
     def hear(event: dict[str, Any]) -> None:

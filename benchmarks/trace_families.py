@@ -76,7 +76,7 @@ def compare(kind: str) -> tuple[str, str]:
         config = transformers.AutoConfig.for_model(kind, **SAID.get(kind, {}))
         shape = trace(config)
     seconds = time.perf_counter() - start
-    real = skeleton.build(config.to_dict(), dtype=torch.bfloat16)
+    real = skeleton.build_skeleton(config.to_dict(), dtype=torch.bfloat16)
     count = sum(p.numel() for p in real.parameters())
     verdict = "equal" if count == shape.num_parameters else "differs"
     kinds = ", ".join(sorted({*shape.layers}))

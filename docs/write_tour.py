@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hocket.jobs.tour import tour, written
+from hocket.jobs.tour import tour, write_tour
 from hocket.spec.tour import Stop
 
 DOCS = Path(__file__).resolve().parent
@@ -21,7 +21,7 @@ def main() -> None:
 
     stops = tour(on_stop=tell)
     for language, page in (("en", "tour.md"), ("ko", "tour.ko.md")):
-        written(str(DOCS / page), stops, language)
+        write_tour(str(DOCS / page), stops, language)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.launch import Launcher, RankContext
-from hocket.launch.rank import load
+from hocket.launch.rank import load_entry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,6 +74,6 @@ def call(context: RankContext, payload: dict[str, Any]) -> None:
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers itself
         context.init_process_group(backend, timeout=payload["timeout"])
-    value = load(payload["case"])(context, **payload["kwargs"])
+    value = load_entry(payload["case"])(context, **payload["kwargs"])
     sys.stdout.flush()
     context.emit({"event": "result", "value": value})

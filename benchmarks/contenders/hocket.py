@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from benchmarks.rank import Step
 from benchmarks.workload import Workload, microbatch
-from hocket.launch import joined
-from hocket.schedules import build as build_schedule
+from hocket.launch import joined_context
+from hocket.schedules import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions
 from hocket.spec.run import Workload as Sizes
-from hocket.training.build import build as build_job
+from hocket.training.build import build_rank_job as build_job
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def build(workload: Workload, layout: str, backend: str) -> Step:
             backend=backend,
         ),
     )
-    context = joined()
+    context = joined_context()
     assert context is not None
     count = split.microbatches or 1
     schedule = build_schedule(split, count) if split.num_stages > 1 else None

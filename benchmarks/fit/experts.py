@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hocket.planning import expert_rows
-from hocket.planning.table import read, rows
-from hocket.planning.validate import ValidatedRow, price, ranking
+from hocket.planning.table import read_training_table, training_rows
+from hocket.planning.validate import ValidatedRow, price_training_rows, ranking
 
 FAMILIES = ("grok", "deepseek", "qwen", "gpt.?oss", "moonlight", "kimi", "mixtral", "llama.?4", "")
 """Of models, by name (first match); the last one is any other."""
@@ -57,7 +57,7 @@ def predictions(table: Table, values: Mapping[str, float]) -> list[ValidatedRow]
     try:
         for name, value in values.items():
             setattr(expert_rows, name, value)
-        return price(rows(table)[0])
+        return price_training_rows(training_rows(table)[0])
     finally:
         for name, value in known.items():
             setattr(expert_rows, name, value)
@@ -125,7 +125,7 @@ def main() -> None:
     )
     parser.add_argument("tables", nargs="+")
     options = parser.parse_args()
-    lines = [line for path in options.tables for line in read(path)]
+    lines = [line for path in options.tables for line in read_training_table(path)]
     table = [line for line in lines if line.get("dispatcher", "").strip()]
     families = {line["id"]: family(line["model"]) for line in table}
     sources = {line["id"]: line["source"] for line in table}

@@ -20,7 +20,7 @@ from scipy.optimize import minimize
 
 from hocket.catalogue import hardware
 from hocket.cost.constants import Platform, constants
-from hocket.cost.device import product
+from hocket.cost.device import matmul_seconds
 from hocket.cost.machine import machine
 
 NAMES = {
@@ -53,7 +53,7 @@ def main(path: str) -> None:
                 small_tile=min(abs(values[1]), 1.0),
                 inner_overhead=abs(values[2]) * 100,
             )
-            time = product(m, n, k, Platform(numbers, changed))  # noqa: B023
+            time = matmul_seconds(m, n, k, Platform(numbers, changed))  # noqa: B023
             return float(np.mean(np.abs(np.log(time / seconds))))  # noqa: B023
 
         best = minimize(error, [0.9, 0.9, 2.0], method="Nelder-Mead", options={"maxiter": 300})

@@ -30,12 +30,18 @@ from hocket.cost.serving_constants import (
     ENGINE_FIELDS,
     GPU_FIELDS,
     ServingConstants,
-    chain,
-    kind_of,
+    engine_chain,
+    gpu_entry,
 )
-from hocket.planning.serving_load import answers, groups, stack_constants
-from hocket.planning.serving_table import ServingTableRow, read, rows
-from hocket.planning.validate_serving import FIELDS, ValidatedServingRow, group_of, price, scores
+from hocket.planning.serving_load import answers, load_groups, stack_constants
+from hocket.planning.serving_table import ServingTableRow, read_serving_table, serving_rows
+from hocket.planning.validate_serving import (
+    FIELDS,
+    ValidatedServingRow,
+    price_serving_rows,
+    serving_group,
+    serving_scores,
+)
 
 GPUS = ("A100", "A100-PCIe", "H100", "B200", "MI300X")
 """An H200 is the chip of an H100 beside another memory: both are fitted as one. Fitted apart, rows
@@ -160,8 +166,8 @@ class Problem:
 
     def __init__(self, found: Sequence[ServingTableRow]) -> None:
         self.rows = list(found)
-        self.groups = groups(self.rows)
-        self.priced = price(self.rows)
+        self.groups = load_groups(self.rows)
+        self.priced = price_serving_rows(self.rows)
         self.kinds = sorted({(r.gpu, r.engine) for r in self.rows})
         places = {kind: i for i, kind in enumerate(self.kinds)}
         self.place = {
@@ -288,10 +294,10 @@ def show(title: str, priced: Sequence[ValidatedServingRow]) -> None:
     for one in priced:
         several.setdefault(one.row.source, set()).add(one.row.engine)
     for one in priced:
-        names.setdefault(group_of(one.row, several), []).append(one)
+        names.setdefault(serving_group(one.row, several), []).append(one)
     print(f"\n{title}\n{'':60s} rows  tpot mean median  tok/s mean median  ttft median")
     for name, members in [*names.items(), ("all rows", list(priced))]:
-        s = scores(members)
+        s = serving_scores(members)
         figures = (s.tpot_mape, s.tpot_median_ape, s.throughput_mape, s.throughput_median_ape)
         text = [f"{x:8.1f}" if x is not None else "       -" for x in (*figures, s.ttft_median_ape)]
         print(f"{name[-60:]:60s} {s.rows_used:4d} {''.join(text)}")
@@ -321,7 +327,7 @@ def _values(data: dict[str, Any]) -> np.ndarray:
 
 def _takes(row: ServingTableRow, data: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
     """The entries whose constants a row takes."""
-    return ("gpus", kind_of(row.gpu, data)), ("engines", row.engine)
+    return ("gpus", gpu_entry(row.gpu, data)), ("engines", row.engine)
 
 
 def publisher(row: ServingTableRow) -> str:
@@ -342,9 +348,11 @@ def main() -> None:
     parser.add_argument("--halves", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    everything = [row for table in options.tables for row in rows(read(table))[0]]
+    everything = [
+        row for table in options.tables for row in serving_rows(read_serving_table(table))[0]
+    ]
     found = [r for r in everything if r.family in FITTED and (r.tpot or r.throughput)]
-    data = json.loads(json.dumps(serving_constants.file()))
+    data = json.loads(json.dumps(serving_constants.engine_file()))
     start = changed(data, np.array([belief(name, field)[0] for _, name, field in FREE]))
     show("as believed before any row", predictions(found, start))
     fitted = fit(found, data)
@@ -376,12 +384,12 @@ def residuals(priced: Sequence[ValidatedServingRow]) -> dict[str, list[float]]:
         ratios, weights = [], []
         counts: dict[str, int] = {}
         for p in priced:
-            counts[group_of(p.row)] = counts.get(group_of(p.row), 0) + 1
+            counts[serving_group(p.row)] = counts.get(serving_group(p.row), 0) + 1
         for p in priced:
             error = p.error(field)
             if error is not None:
                 ratios.append(1 / (1 + error))
-                weights.append(1 / math.sqrt(counts[group_of(p.row)]))
+                weights.append(1 / math.sqrt(counts[serving_group(p.row)]))
         order = np.argsort(ratios)
         share = np.cumsum(np.array(weights)[order]) / np.sum(weights)
         sorted_ratios = np.array(ratios)[order]
@@ -391,8 +399,8 @@ def residuals(priced: Sequence[ValidatedServingRow]) -> dict[str, list[float]]:
     return found
 
 
-assert all(chain(engine)[0] == engine for engine in ENGINES)
-assert kind_of("A100-PCIe-80") == "A100-PCIe"
+assert all(engine_chain(engine)[0] == engine for engine in ENGINES)
+assert gpu_entry("A100-PCIe-80") == "A100-PCIe"
 
 if __name__ == "__main__":
     main()

@@ -28,10 +28,16 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from hocket.cost.constants import FEW_BITS, PRECISION_FIELDS, Constants, constants, file
-from hocket.planning.pricing import RowBatch, batch, by_structure
-from hocket.planning.table import MAINSTREAM, PublishedRow, read, rows
-from hocket.planning.validate import ValidatedRow, average, group_of, price, scores
+from hocket.cost.constants import FEW_BITS, PRECISION_FIELDS, Constants, constants, constants_file
+from hocket.planning.pricing import RowBatch, by_structure, row_batch
+from hocket.planning.table import MAINSTREAM, PublishedRow, read_training_table, training_rows
+from hocket.planning.validate import (
+    ValidatedRow,
+    average_training_scores,
+    price_training_rows,
+    training_group,
+    training_scores,
+)
 
 PRODUCTS = {"A100": 0.973, "H100": 0.857}
 """Share of the dense rate that measured products reach alone (`benchmarks.fit.products`)."""
@@ -122,7 +128,7 @@ class Problem:
 
     def __init__(self, found: Sequence[PublishedRow]) -> None:
         self.rows = list(found)
-        self.batch: RowBatch = batch(self.rows)
+        self.batch: RowBatch = row_batch(self.rows)
         self.kinds = sorted({(row.cluster.node.gpu.name, row.stack) for row in self.rows})
         self.place = np.array(
             [self.kinds.index((row.cluster.node.gpu.name, row.stack)) for row in self.rows]
@@ -139,12 +145,12 @@ class Problem:
         """Arrays of constants under another data file; what rows change themselves stays."""
         from hocket.cost import constants as module
 
-        original = module.file
-        module.file = lambda: data  # type: ignore[assignment]
+        original = module.constants_file
+        module.constants_file = lambda: data  # type: ignore[assignment]
         try:
             parts = [module.constants(gpu, stack) for gpu, stack in self.kinds]
         finally:
-            module.file = original
+            module.constants_file = original
         values = {}
         for field in dataclasses.fields(Constants):
             if field.name in (*PRECISION_FIELDS, "quantized_inputs"):
@@ -166,11 +172,11 @@ def fit(
     an earlier fit enters. A number that the rows say nothing about stays at that belief."""
     problems = [Problem([found[place] for place in places]) for places in by_structure(found)]
     alike = [row for problem in problems for row in problem.rows]
-    target = np.log([p.target or math.nan for p in price(alike)])
+    target = np.log([p.target or math.nan for p in price_training_rows(alike)])
     counts: dict[str, int] = {}
     for row in alike:
-        counts[group_of(row)] = counts.get(group_of(row), 0) + 1
-    weight = np.array([1 / math.sqrt(counts[group_of(row)]) for row in alike])
+        counts[training_group(row)] = counts.get(training_group(row), 0) + 1
+    weight = np.array([1 / math.sqrt(counts[training_group(row)]) for row in alike])
     weight = np.sqrt(weight / weight.sum() * 1000)
     start = np.array([value for *_, value, _ in free])
     believed = BELIEF / np.array([deviation for *_, deviation in free])
@@ -196,7 +202,7 @@ def predictions(found: Sequence[PublishedRow], data: dict[str, Any]) -> list[Val
     priced: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
         problem = Problem([found[place] for place in places])
-        alike = price(problem.rows, lambda _: problem.constants(data))  # noqa: B023
+        alike = price_training_rows(problem.rows, lambda _: problem.constants(data))  # noqa: B023
         priced |= zip(places, alike, strict=True)
     return [priced[place] for place in range(len(found))]
 
@@ -216,8 +222,8 @@ def show(title: str, priced: Sequence[ValidatedRow]) -> None:
     """A table by source."""
     names: dict[str, list[ValidatedRow]] = {}
     for one in priced:
-        names.setdefault(group_of(one.row), []).append(one)
-    table = {name: scores(members) for name, members in names.items()}
+        names.setdefault(training_group(one.row), []).append(one)
+    table = {name: training_scores(members) for name, members in names.items()}
     print(f"\n{title}\n{'source':52s} rows   mean median  p90   bias    tau regret memory unfit")
     for name, s in table.items():
         errors = np.array([p.error for p in names[name] if p.error is not None])
@@ -230,7 +236,7 @@ def show(title: str, priced: Sequence[ValidatedRow]) -> None:
         print(f"{name[:52]:52s} {s.rows_used:4d} {''.join(text)} {p90} {bias} {''.join(last)} "
               f"{s.false_fits:4d}")  # fmt: skip
     main = [s for name, s in table.items() if not name.startswith("other:")]
-    print("overall", dataclasses.asdict(average(main, 0)))
+    print("overall", dataclasses.asdict(average_training_scores(main, 0)))
 
 
 def fit_all(everything: Sequence[PublishedRow], data: dict[str, Any]) -> dict[str, Any]:
@@ -253,8 +259,10 @@ def main() -> None:
     parser.add_argument("--halves", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    everything, _ = rows([line for table in options.tables for line in read(table)])
-    data = json.loads(json.dumps(file()))
+    everything, _ = training_rows(
+        [line for table in options.tables for line in read_training_table(table)]
+    )
+    data = json.loads(json.dumps(constants_file()))
     if options.eval_fraction:
         unseen = [r for r in everything if is_held_out(r.source)]
         print("held out:", *sorted({publication(r.source) for r in unseen}), sep="\n  ")

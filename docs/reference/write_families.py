@@ -22,7 +22,7 @@ from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS, SWITCHED, Matrix, TypeRow, merged
+from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS, SWITCHED, Matrix, TypeRow, merged_rows
 
 PAGE = Path(__file__).with_name("families.md")
 ROWS = PAGE.with_suffix(".jsonl")
@@ -224,7 +224,7 @@ def read(files: list[Path]) -> tuple[TypeRow, ...]:
         dataclasses.replace(
             row, cells=tuple(dataclasses.replace(cell, seconds=0.0) for cell in row.cells)
         )
-        for row in merged(rows)
+        for row in merged_rows(rows)
     )
 
 

@@ -10,16 +10,16 @@ REQUIRED = (
 
 
 def test_every_promised_name_is_there_with_its_source():
-    assert set(REQUIRED) <= set(models.names())
-    for name in models.names():
+    assert set(REQUIRED) <= set(models.model_names())
+    for name in models.model_names():
         entry = models.entry(name)
         assert entry.config["model_type"]
-        assert entry.source in models.note(name)
+        assert entry.source in models.model_note(name)
 
 
 def test_laptop_models_come_first():
-    first = [name for name in models.names() if name.startswith("tiny")]
-    assert list(models.names()[: len(first)]) == first
+    first = [name for name in models.model_names() if name.startswith("tiny")]
+    assert list(models.model_names()[: len(first)]) == first
 
 
 def test_config_is_a_copy():

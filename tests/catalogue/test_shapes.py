@@ -11,8 +11,8 @@ from hocket.spec.model_shape import ModelShape, block_flops
 
 
 def test_every_model_of_the_catalogue_has_one():
-    assert set(shapes.names()) == set(models.names())
-    for name in shapes.names():
+    assert set(shapes.shape_names()) == set(models.model_names())
+    for name in shapes.shape_names():
         shape = shapes.shape(name)
         assert shape.name == name
         assert ModelShape.from_json(shape.to_json()) == shape

@@ -42,13 +42,13 @@ def references(context: Any, folder: str, families: list[str]) -> str:
     """What one process computes, and the plan that all ranks of all layouts go by: looking for it
     takes longer than the steps of a case. Each rank takes some families."""
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.training.reference import write_reference
 
     for family in families[context.rank :: context.world_size]:
         where = Path(folder) / family
         write_reference(spec_of(family, "dp1"), where, 3)
-        plan = plan_for(build(CONFIGS[family], dropout=0.0), sequence=True)
+        plan = plan_for(build_skeleton(CONFIGS[family], dropout=0.0), sequence=True)
         (where / PLAN).write_text(plan.to_json())
     return "done"
 
@@ -111,14 +111,14 @@ def compose(
     """A rank as training composes it, on a mesh that earlier cases have made already, by the plan
     that `references` left in `folder`."""
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.plan import ParallelPlan
     from hocket.training.build import build_model, build_optimizer
 
     if key not in meshes:
         meshes[key] = Mesh(spec.layout, context.rank)
     threads = spec.layout.data_parallel == "threads"
-    schedule = None if threads else build(spec.layout, spec.layout.microbatches or 1)
+    schedule = None if threads else build_schedule(spec.layout, spec.layout.microbatches or 1)
     plan = ParallelPlan.from_json((folder / PLAN).read_text()) if folder else None
     *_, parallel = build_model(spec, meshes[key], schedule, plan, labels_shifted=False)
     return parallel, build_optimizer(parallel, spec.options)

@@ -22,7 +22,7 @@ def prepare(context: Any, payload: dict[str, Any]) -> None:
         return whole(kind, *rest)
 
     matrix_rank._prepare = faulty
-    matrix_rank.prepare(context, payload)
+    matrix_rank.prepare_cases(context, payload)
 
 
 def compare(context: Any, payload: dict[str, Any]) -> None:
@@ -41,4 +41,4 @@ def compare(context: Any, payload: dict[str, Any]) -> None:
             return whole(context, spec, *rest)
 
     matrix_rank._compare = faulty
-    matrix_rank.compare(context, payload)
+    matrix_rank.compare_cases(context, payload)

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from hocket.spec.check import CheckReport, ParameterRow, StepRow, covers, gradient_limit, merge
+from hocket.spec.check import (
+    CheckReport,
+    ParameterRow,
+    StepRow,
+    covers,
+    gradient_limit,
+    merged_report,
+)
 from hocket.spec.placement import TensorBlock
 
 ROW = ParameterRow(
@@ -105,7 +112,7 @@ def test_a_part_that_nobody_holds_is_found() -> None:
     }
 
     def failures_of(*ranks: dict[str, Any]) -> list[str]:
-        return merge(known, ranks, model="m", layout="tp2", lr=1e-3).failures
+        return merged_report(known, ranks, model="m", layout="tp2", lr=1e-3).failures
 
     failures = failures_of(rank(0), rank(2))
     assert failures == ["v: the ranks do not hold all of it"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hocket.jobs import matrix as jobs
-from hocket.jobs.matrix import matrix
+from hocket.jobs.matrix import check_matrix
 from hocket.models import registry
 from hocket.models.samples import switches
 from hocket.spec.errors import LayoutError, OptionError
@@ -29,7 +29,7 @@ def some_types() -> list[str]:
 @pytest.mark.usefixtures("warm")
 def test_some_types_are_equal_or_refused() -> None:
     kinds = some_types()
-    found = matrix(kinds, LAYOUTS)
+    found = check_matrix(kinds, LAYOUTS)
     assert [row.kind for row in found.rows] == kinds
     bad = [
         f"{row.kind} {cell.layout}: {cell.outcome}: {cell.reason}"
@@ -48,7 +48,7 @@ def test_some_types_are_equal_or_refused() -> None:
 @pytest.mark.usefixtures("warm")
 def test_a_case_that_ends_its_world_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "RANKS", "tests.check.faulty_ranks")
-    found = matrix(["gemma", "gpt2", "llama", "opt"], ["dp2", "tp2"])
+    found = check_matrix(["gemma", "gpt2", "llama", "opt"], ["dp2", "tp2"])
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
     assert outcomes == {
         "gemma": ["crashed", "crashed"],  # killed while it was prepared
@@ -66,7 +66,9 @@ def test_a_case_that_ends_its_world_ends_no_other(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("warm")
 def test_whole_sequences_are_masked_and_what_no_module_reads_is_gathered() -> None:
-    found = matrix(["mpt", "prophetnet"], ["dp2:zero=3", "dp2.tp2:sequence_parallel=true,zero=3"])
+    found = check_matrix(
+        ["mpt", "prophetnet"], ["dp2:zero=3", "dp2.tp2:sequence_parallel=true,zero=3"]
+    )
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
     assert outcomes["mpt"] == ["equal", "equal"]  # its alibi is added to the mask
     # It trains on the mean over several predicted tokens, not on next-token cross-entropy.
@@ -79,7 +81,7 @@ def test_a_layout_of_any_size_is_tried_on_two_ranks_first() -> None:
     """As `hocket train` does: with a router's loss, sequence shards of four ranks are rejected for
     the reason that two give, not started; without it they are equal."""
     layout = "dp2.tp2.ep2:sequence_parallel=true"
-    found = {row.kind: row.cells[0] for row in matrix(["mixtral", "mixtral+"], [layout]).rows}
+    found = {row.kind: row.cells[0] for row in check_matrix(["mixtral", "mixtral+"], [layout]).rows}
     assert found["mixtral"].outcome == "equal"
     assert found["mixtral+"].outcome == "refused"
     assert "auxiliary loss" in found["mixtral+"].reason
@@ -89,7 +91,7 @@ def test_a_layout_of_any_size_is_tried_on_two_ranks_first() -> None:
 def test_layers_that_run_without_gradients_are_whole_when_backward_reads_them() -> None:
     """HRM runs its early cycles so, and the same layers with gradients later; Reformer runs all of
     its layers so, and computes their backward itself."""
-    found = matrix(["hrm_text", "reformer"], ["dp2:zero=3,microbatches=2"])
+    found = check_matrix(["hrm_text", "reformer"], ["dp2:zero=3,microbatches=2"])
     assert [cell.outcome for row in found.rows for cell in row.cells] == ["equal", "equal"]
 
 
@@ -98,7 +100,7 @@ def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words()
     """CTRL writes into its embedded input, layers of DeepSeek V4 read token ids, those of RoFormer
     a frozen table; the attention of CodeGen and TrOCR can only be replicated."""
     kinds = ["codegen", "ctrl", "deepseek_v4", "roformer", "trocr", "xmod"]
-    found = matrix(kinds, ["tp2", "pp2:microbatches=2"])
+    found = check_matrix(kinds, ["tp2", "pp2:microbatches=2"])
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
     assert outcomes.pop("xmod") == ["equal", "refused"]
     assert all(each == ["equal", "equal"] for each in outcomes.values()), outcomes
@@ -110,7 +112,7 @@ def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words()
 @pytest.mark.usefixtures("warm")
 def test_rounding_is_told_from_what_a_layout_does_in_fp64() -> None:
     """One unit in the last place of xLSTM's weights moves its gradients over the bound in fp32."""
-    found = matrix(["xlstm"], ["dp2"])
+    found = check_matrix(["xlstm"], ["dp2"])
     (cell,) = found.rows[0].cells
     assert cell.outcome == "equal"
     assert cell.ratio is not None
@@ -120,7 +122,7 @@ def test_rounding_is_told_from_what_a_layout_does_in_fp64() -> None:
 
 def test_what_cannot_be_is_refused_before_ranks_start() -> None:
     with pytest.raises(OptionError, match="unknown model type 'lama'") as error:
-        matrix(["lama"])
+        check_matrix(["lama"])
     assert error.value.hint == "did you mean 'llama'?"
     with pytest.raises(LayoutError, match="not an axis"):
-        matrix(["llama"], ["tp-2"])
+        check_matrix(["llama"], ["tp-2"])

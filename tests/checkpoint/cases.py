@@ -20,10 +20,10 @@ def train(
     """
     from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.training.build import build_model, build_optimizer
     from hocket.training.export import ModelFiles, export_ranks
-    from hocket.training.reference import global_batch, microbatches
+    from hocket.training.reference import global_batch, rank_microbatches
 
     spec = RunSpec(
         model=family,
@@ -32,7 +32,7 @@ def train(
         workload=Workload(seq_len=16, global_batch=8),
         options=TrainOptions(seed=1, dropout=0.1 if family == "gpt2" else None),
     )
-    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
     mesh = Mesh(spec.layout, context.rank)
     *_, parallel = build_model(spec, mesh, schedule, labels_shifted=False)
     optimizer = build_optimizer(parallel, spec.options)
@@ -45,7 +45,7 @@ def train(
         parallel.step = restored.step
     told = []
     for step in range(first, last):
-        parts = microbatches(spec, global_batch(spec, step), mesh.coordinate["dp"])
+        parts = rank_microbatches(spec, global_batch(spec, step), mesh.coordinate["dp"])
         loss = parallel.forward_backward(parts)
         norm = parallel.clip_grad_norm(0.5)
         optimizer.step(1e-3 * (step + 1))
@@ -79,7 +79,7 @@ def refused(context: Any, layout: str, folder: str) -> tuple[str, bool, bool, li
 
     from hocket.runtime import checkpoint, rank_state
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.errors import SaveError
     from hocket.spec.layout import Layout
     from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -92,7 +92,7 @@ def refused(context: Any, layout: str, folder: str) -> tuple[str, bool, bool, li
         workload=Workload(seq_len=16, global_batch=8),
         options=TrainOptions(seed=1),
     )
-    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
     *_, parallel = build_model(spec, Mesh(spec.layout, context.rank), schedule)
     state = build_optimizer(parallel, spec.options).state_tensors()
 

@@ -61,7 +61,7 @@ def test_steps_taken_meanwhile_are_not_in_the_file(tmp_path: Path) -> None:
     one.save(job(tmp_path, 2), RankState(held, held.state), begin)  # waits for the first
     one.wait()
     assert [result.step for result in one.finished()] == [1, 2]
-    words.verify(tmp_path / "step-000002")
+    words.verify_checkpoint(tmp_path / "step-000002")
     (tmp_path / "latest").write_text("step-000001\n")
     other = Held(9)
     load(tmp_path, other)
@@ -132,7 +132,7 @@ def test_ranks_vote_before_a_checkpoint_has_its_name(tmp_path: Path) -> None:
     gate.set()
     for one in pair:
         one.wait()
-    assert len(words.verify(tmp_path / "step-000001").shards) == 2
+    assert len(words.verify_checkpoint(tmp_path / "step-000001").shards) == 2
     assert [r.reason for r in pair[0].finished()] == [None]
     assert list(pair[1].finished()) == []
 

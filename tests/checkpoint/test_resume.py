@@ -115,7 +115,7 @@ def test_another_layout_goes_on(
     found = []
     for each in ("a", "b"):
         path = tmp_path / each / "step-000002"
-        manifest = words.verify(path)
+        manifest = words.verify_checkpoint(path)
         files = [words.open_shard(path, shard) for shard in manifest.shards]
         found.append(Resharded(manifest, files, _tensor))
         assert manifest.layout == str(Layout.parse(one if each == "a" else other))

@@ -158,7 +158,7 @@ def test_a_copy_of_another_layout_becomes_a_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "host-1")
     assert hosts.restore(hosts.start(), [Held(8), Held(9)], layout="dp2") == [None, None]
     saved = tmp_path / "checkpoints" / "step-000006"
-    manifest = words.verify(saved)
+    manifest = words.verify_checkpoint(saved)
     assert (manifest.layout, manifest.model, manifest.cursor) == ("tp2", MODEL, {"at": 6})
     assert len(manifest.shards) == 2
     one = Held(9)

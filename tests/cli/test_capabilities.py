@@ -13,11 +13,11 @@ from hocket.cli.main import VERBS, main
 
 def test_a_missing_extra_moves_its_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    whole = capabilities.lines()[0]
+    whole = capabilities.capability_lines()[0]
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name)
     )
-    found = capabilities.lines()
+    found = capabilities.capability_lines()
     assert "serve" not in found[0].removeprefix("works here: ").split(", ")
     assert "needs pip install 'hocket[serve]': serve" in found
     assert set(whole.removeprefix("works here: ").split(", ")) <= set(VERBS)
@@ -25,12 +25,12 @@ def test_a_missing_extra_moves_its_verbs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_listed_as_working_is_not_rejected() -> None:
-    for verb in capabilities.lines()[0].removeprefix("works here: ").split(", "):
-        installed.require(verb, [])
+    for verb in capabilities.capability_lines()[0].removeprefix("works here: ").split(", "):
+        installed.require_extra(verb, [])
 
 
 def test_doctor_prints_it_first(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("hocket.doctor.job.chosen", lambda **_: ())
+    monkeypatch.setattr("hocket.doctor.job.chosen_checks", lambda **_: ())
     monkeypatch.setattr("hocket.doctor.job.doctor", _none)
     with pytest.raises(_Stop):
         main(["doctor"])

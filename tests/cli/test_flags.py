@@ -11,7 +11,7 @@ import pytest
 
 from hocket.cli.compare import Compare
 from hocket.cli.examples import EXAMPLES, lines
-from hocket.cli.flags import _lists, parse
+from hocket.cli.flags import _lists, parse_flags
 from hocket.cli.help import attributes, flag
 from hocket.cli.main import VERBS, main
 from hocket.cli.plan import PlanFlags
@@ -32,7 +32,7 @@ from hocket.spec.run import TrainOptions, Workload
     ],
 )
 def test_a_list_given_twice_is_taken_together(arguments: list[str]) -> None:
-    found = parse(PlanFlags, "plan", arguments, PlanFlags())
+    found = parse_flags(PlanFlags, "plan", arguments, PlanFlags())
     assert found.pin == ("tp=2", "pp=2")
     assert found.model == "m"
 
@@ -41,12 +41,14 @@ def test_groups_in_a_group_are_looked_through() -> None:
     assert "--data" in _lists(Train)
     assert "--layout" not in _lists(Train)
     assert _lists(Compare)
-    found = parse(Train, "train", ["m", "--data", "a", "--layout", "dp2", "--data", "b"], Train())
+    found = parse_flags(
+        Train, "train", ["m", "--data", "a", "--layout", "dp2", "--data", "b"], Train()
+    )
     assert "('a', 'b')" in repr(found)
 
 
 def test_of_one_value_the_last_counts() -> None:
-    assert parse(PlanFlags, "plan", ["m", "--top", "3", "--top", "4"], PlanFlags()).top == 4
+    assert parse_flags(PlanFlags, "plan", ["m", "--top", "3", "--top", "4"], PlanFlags()).top == 4
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_numbers_of_yaml_in_tables_too(tmp_path: Path) -> None:
 
     file = tmp_path / "run.yaml"
     file.write_text("training:\n  lr: 1e-4\nmin_lr: 1e-5\n")
-    assert config.read(str(file)) == {"lr": 1e-4, "min_lr": 1e-5}
+    assert config.read_config(str(file)) == {"lr": 1e-4, "min_lr": 1e-5}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -115,12 +117,12 @@ def test_help_ends_with_commands_that_the_verb_reads(verb: str, helps: dict[str,
     if verb in ("config", "completion"):  # their arguments are words, and a verb's own
         return
     module = importlib.import_module(f"hocket.cli.{verb}")
-    known, kind = spelling.flags_of(module), spelling.kind_of(module)
+    known, kind = spelling.flags_of(module), spelling.flags_class(module)
     for words in EXAMPLES[verb]:
         given = shlex.split(words)
-        read = spelling.checked(verb, spelling.current(verb, given, known), known)
+        read = spelling.checked_arguments(verb, spelling.current(verb, given, known), known)
         assert read == given, "by present names"
-        parse(kind, verb, read, kind())
+        parse_flags(kind, verb, read, kind())
 
 
 @pytest.mark.parametrize(

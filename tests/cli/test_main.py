@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli import completion, config, spelling
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 from hocket.cli.main import EXIT_CODES, VERBS, main, usage
 from hocket.spec.errors import OptionError
 from hocket.spec.run import TrainOptions, Workload
@@ -204,12 +204,14 @@ def test_a_value_of_another_type_is_one_line(
 
 def test_number_formats_by_pytorchs_names() -> None:
     known = spelling.flags_of(importlib.import_module("hocket.cli.train"))
-    found = spelling.checked("train", ["--dtype", "bfloat16", "--grad-dtype=float32"], known)
+    found = spelling.checked_arguments(
+        "train", ["--dtype", "bfloat16", "--grad-dtype=float32"], known
+    )
     assert found == ["--dtype", "bf16", "--grad-dtype=fp32"]
 
 
 def test_resume_names_a_run(tmp_path: Path) -> None:
-    from hocket.cli.train import read
+    from hocket.cli.train import read_train_flags
 
     run = tmp_path / "a"
     run.mkdir()
@@ -221,11 +223,11 @@ def test_resume_names_a_run(tmp_path: Path) -> None:
         ["--run", a, "--resume"],
         ["-o", a, "--resume"],
     ):
-        flags, given = read([*words, "--steps", "9"])
+        flags, given = read_train_flags([*words, "--steps", "9"])
         assert (given["run"], given["resume"], given["steps"]) == (a, True, 9)
         assert not flags.model
-    assert "run" not in read(["tiny-llama", "--resume"])[1], "a model is not a run"
-    assert read(["m", "--resume", "--run", "r"])[0].model == "m"
+    assert "run" not in read_train_flags(["tiny-llama", "--resume"])[1], "a model is not a run"
+    assert read_train_flags(["m", "--resume", "--run", "r"])[0].model == "m"
 
 
 # --- next commands --------------------------------------------------------------------------------
@@ -252,9 +254,9 @@ def test_next_commands_are_read_by_their_verbs(
     for verb, *rest in found:
         module = importlib.import_module(f"hocket.cli.{verb}")
         known = spelling.flags_of(module)
-        rest = spelling.checked(verb, spelling.current(verb, rest, known), known)
-        kind = spelling.kind_of(module)
-        parse(kind, verb, rest, kind())
+        rest = spelling.checked_arguments(verb, spelling.current(verb, rest, known), known)
+        kind = spelling.flags_class(module)
+        parse_flags(kind, verb, rest, kind())
         if verb == "plan":
             assert run(capsys, verb, *rest)[0] == 0
     assert not next_commands(run(capsys, *arguments, "--quiet")[1])
@@ -337,7 +339,7 @@ def test_config_show_is_a_file_that_gives_the_same(
 def test_toml_and_yaml_with_tables(tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
     file.write_text(text)
-    assert config.read(str(file)) == {"lr": 1e-4, "layout": "dp2", "eval_every": 7}
+    assert config.read_config(str(file)) == {"lr": 1e-4, "layout": "dp2", "eval_every": 7}
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,7 @@ def test_a_file_that_cannot_be_read(
     if text is not None:
         file.write_text(text)
     with pytest.raises(OptionError, match=message) as caught:
-        config.read(str(file))
+        config.read_config(str(file))
     assert caught.value.hint
 
 

@@ -192,7 +192,7 @@ def test_experts_over_data_ranks_are_served_here() -> None:
     from hocket.spec.layout import Layout
 
     plans = serve_plan("qwen3-30b-a3b", cluster="H100-SXM", pin=("ep=2", "tp=1", "pp=1", "dp=2"))
-    words = table.command(plans)
+    words = table.serve_command(plans)
     assert words is not None
     layout = words[words.index("--layout") + 1]
     assert layout == "dp2.ep2"

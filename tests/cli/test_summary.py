@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.cli.summary import next_steps, result
+from hocket.cli.summary import next_steps, summary_lines
 from hocket.jobs.record import JobRecorder, Summary
 from hocket.spec.forecast import Forecast
 from hocket.spec.run import RunFolder
@@ -20,7 +20,7 @@ def test_a_pipelines_rest_is_told_where_there_is_a_pipeline(layout: str, told: b
         layout=layout, step_seconds=1.0, tokens_per_second=1.0, bubble=0.1, memory=({"total": 9},)
     )
     summary = Summary(run=Path("run"), step_seconds=1.0, forecast=forecast, bubble=0.2)
-    assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(result(summary))) == told
+    assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(summary_lines(summary))) == told
 
 
 @pytest.mark.parametrize(("each", "median"), [((9.0, 1.0, 2.0, 3.0), 2.0), ((9.0,), 9.0)])
@@ -54,4 +54,4 @@ def test_a_report_that_was_written_is_named_and_not_asked_for() -> None:
     ],
 )
 def test_equal_ranks_are_told_once(each: tuple[int, ...], said: str) -> None:
-    assert result(Summary(run=Path("run"), memory_bytes=each)) == [said]
+    assert summary_lines(Summary(run=Path("run"), memory_bytes=each)) == [said]

@@ -11,7 +11,7 @@ from hocket.cost.communication import Step, communication, threads_communication
 from hocket.cost.context_communication import AttentionHeads
 from hocket.cost.stage_communication import StageShare
 from hocket.runtime.mesh import Mesh
-from hocket.schedules import build as build_schedule
+from hocket.schedules import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.training.build import build_model

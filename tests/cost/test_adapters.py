@@ -55,10 +55,10 @@ def problem(of: ModelShape) -> Problem:
 
 
 def held(of: ModelShape, layout: str) -> tuple[float, float, float, float]:
-    from hocket.cost.layout_batch import columns
+    from hocket.cost.layout_batch import layout_columns
 
     asked = problem(of)
-    at = columns([Layout.parse(layout)], asked.global_batch)
+    at = layout_columns([Layout.parse(layout)], asked.global_batch)
     found, times = asked.memory(at), asked.times(at)
     parts = (found.weights, found.gradients, found.optimizer, times.step)
     return tuple(float(np.asarray(part)[0]) for part in parts)  # type: ignore[return-value]
@@ -128,7 +128,9 @@ def test_adapters_keep_what_autograd_keeps(name: str) -> None:
         for kind in found.layers
     }
     batch, length = 2, 16
-    model = skeleton.build(skeleton.config_of(config(name)), attention="sdpa", device="cpu").train()
+    model = skeleton.build_skeleton(
+        skeleton.config_of(config(name)), attention="sdpa", device="cpu"
+    ).train()
     layers = model.model.layers
     peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     own = {p.untyped_storage()._cdata for p in peft.parameters()}

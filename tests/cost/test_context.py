@@ -10,7 +10,7 @@ from hocket.catalogue.shapes import shape
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform, constants
 from hocket.cost.context import BACKWARD, CONTENTION, STEP_SECONDS, ContextTimes, context_times
-from hocket.cost.layout_batch import columns
+from hocket.cost.layout_batch import layout_columns
 from hocket.cost.machine import machine
 from hocket.cost.terms import terms
 from hocket.spec.layout import Layout
@@ -24,7 +24,7 @@ def platform(nodes: int) -> Platform:
 
 
 def times(text: str, tokens: float, attention: float, nodes: int = 1) -> ContextTimes:
-    at = columns([Layout.parse(text)], 1)
+    at = layout_columns([Layout.parse(text)], 1)
     return context_times(
         BLOCK.cores, at, np.array([tokens]), np.array([attention]), platform(nodes)
     )

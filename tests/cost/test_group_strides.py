@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 
 from hocket.cost.group_strides import stride
-from hocket.cost.layout_batch import columns
-from hocket.cost.state import sharing
+from hocket.cost.layout_batch import layout_columns
+from hocket.cost.state import state_groups
 from hocket.planning.links import members
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import Layout
@@ -40,7 +40,7 @@ def layouts() -> Iterator[Layout]:
 def test_strides_are_those_of_the_groups() -> None:
     seen = dict.fromkeys(AXES, 0)
     for layout in layouts():
-        at = columns([layout], 4 * layout.dp)
+        at = layout_columns([layout], 4 * layout.dp)
         for axis in AXES:
             tie = (0, layout.pp - 1) if axis == "embedding" and layout.pp > 1 else None
             if axis.startswith("expert") and not layout.splits_experts:
@@ -59,7 +59,7 @@ def test_state_is_shared_by_the_ranks_of_the_groups() -> None:
     `expert_data`."""
     seen = {"all": 0, "some": 0, "experts": 0, "experts of some": 0, "uneven": 0}
     for layout in layouts():
-        dense, expert = sharing(columns([layout], 4 * layout.dp))
+        dense, expert = state_groups(layout_columns([layout], 4 * layout.dp))
         rank = tuple(range(layout.world_size))
         alone = {r: frozenset((r,)) for r in rank}
         data, shards, copies = (

@@ -8,7 +8,7 @@ import pytest
 from hocket.catalogue.models import config as configuration
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -52,7 +52,7 @@ def test_the_closed_form_is_within_5_percent(
     shapes: dict[tuple[str, int], ModelShape],
 ) -> None:
     from hocket.models.trace import trace
-    from hocket.training.memory_forecast import forecast
+    from hocket.training.memory_forecast import forecast_memory
 
     config = {**configuration(name), "vocab_size": vocab}
     shape = shapes.get((name, vocab)) or trace(config, name=name, dtype="fp32")
@@ -64,9 +64,9 @@ def test_the_closed_form_is_within_5_percent(
         workload=Workload(seq_len=128, global_batch=8, dtype="fp32"),
         options=TrainOptions(device="cpu"),
     )
-    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
     job = StepProblem(shape=shape, layout=spec.layout, workload=spec.workload, schedule=schedule)
-    played = forecast(spec, schedule if spec.layout.num_stages > 1 else None)
+    played = forecast_memory(spec, schedule if spec.layout.num_stages > 1 else None)
     near = 0.01 if spec.layout.schedule == "zero-bubble" else 0.05
     for told, counted in zip(memory_rows(job), played, strict=True):
         assert told["total"] == pytest.approx(counted.total, rel=near), (told, counted)

@@ -15,12 +15,12 @@ from hocket.cost.serving import ServingPrices, products_in, serving_prices
 from hocket.cost.serving_constants import (
     ENGINE_FIELDS,
     GPU_FIELDS,
-    chain,
+    engine_chain,
     engines,
-    kind_of,
+    gpu_entry,
     serving_constants,
 )
-from hocket.cost.serving_shape import latent_width, served
+from hocket.cost.serving_shape import latent_width, served_shape
 from hocket.spec.errors import OptionError
 
 
@@ -51,7 +51,7 @@ def test_a_latent_vector_is_whole_on_every_rank() -> None:
     for tp in (1, 8):
         held = prices("deepseek-v3", "8xH200", tp=tp, precision="fp8", cache_precision="bf16")
         assert held.cache_bytes == 61 * 576 * 2
-    model = served(shape("deepseek-v3"))
+    model = served_shape(shape("deepseek-v3"))
     for kind in set(model.layers):
         block = model.blocks[kind]
         assert latent_width(block.attention[0], block) == 576
@@ -73,7 +73,7 @@ def test_context_ranks_divide_the_cache_and_the_prompt() -> None:
     [("falcon-180b", 232, 8), ("gpt-oss-120b", 64, 8), ("llama-3-8b", 32, 8), ("gpt2", 12, 12)],
 )
 def test_engines_divide_every_head(model: str, heads: int, keys: int) -> None:
-    whole = served(shape(model))
+    whole = served_shape(shape(model))
     core = whole.blocks[whole.layers[0]].attention[0]
     assert (core.heads, core.kv_heads, core.split) == (heads, keys, "inside")
     splits = [p.split for p in whole.blocks[whole.layers[0]].products if p.n > 1024]
@@ -183,9 +183,9 @@ def test_every_engine_and_gpu_has_all_constants() -> None:
         for gpu in ("A100-SXM-80", "A100-PCIe-80", "H100-SXM-80", "H200-SXM-141", "L40S-48"):
             found = serving_constants(gpu, engine)
             assert all(np.isfinite(value) for value in dataclasses.asdict(found).values())
-    assert kind_of("A100-PCIe-80") == "A100-PCIe"
-    assert kind_of("A100-SXM-40") == "A100"
-    assert chain("vllm") == ["vllm", "trtllm"]
+    assert gpu_entry("A100-PCIe-80") == "A100-PCIe"
+    assert gpu_entry("A100-SXM-40") == "A100"
+    assert engine_chain("vllm") == ["vllm", "trtllm"]
 
 
 def test_no_more_than_six_constants_are_fitted() -> None:

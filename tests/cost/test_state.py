@@ -15,10 +15,10 @@ from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, device, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.constants import Constants, constants
-from hocket.cost.layout_batch import columns
+from hocket.cost.layout_batch import layout_columns
 from hocket.cost.machine import machine
 from hocket.cost.memory import peak_memory
-from hocket.cost.state import sharing
+from hocket.cost.state import state_groups
 from hocket.cost.terms import terms
 from hocket.spec import legality
 from hocket.spec.errors import OptionError
@@ -98,7 +98,7 @@ def test_the_state_of_all_ranks_is_the_models_times_its_copies(name: str) -> Non
     expert, dense = parameters(model)
     assert held(model, 1) == dense
     for layout in layouts(model, 25):
-        at = columns([layout], layout.dp * 2)
+        at = layout_columns([layout], layout.dp * 2)
         found = peak_memory(terms(model), at, np.array([128.0]), known())
         world = layout.world_size
         # Counted here by hand, rank by rank: who holds the same, and how many of them share it.
@@ -123,7 +123,7 @@ def test_no_rank_of_a_pipeline_holds_less_than_its_share(name: str) -> None:
     total = sum(parameters(model))
     for pp in (2, 4):
         for layout in layouts(model, 10, pp=pp):
-            at = columns([layout], layout.dp * layout.microbatches)  # type: ignore[operator]
+            at = layout_columns([layout], layout.dp * layout.microbatches)  # type: ignore[operator]
             found = peak_memory(terms(model), at, np.array([128.0]), known())
             # A copy at least lies on the ranks together, whichever of them is the fullest.
             fullest = found.weights + found.gradients + found.optimizer
@@ -137,7 +137,7 @@ def test_ranks_that_share_state_hold_the_same_parameters() -> None:
             continue  # tests/cost/test_group_strides.py
         dense, expert = (
             (int(one.ranks[0]), int(one.stride[0]), int(one.holders[0]))
-            for one in sharing(columns([layout], layout.dp))
+            for one in state_groups(layout_columns([layout], layout.dp))
         )
         data = layout.dp * layout.cp
         for (ranks, stride, holders), ep in ((dense, 1), (expert, layout.ep)):
@@ -173,20 +173,22 @@ def test_reduced_bytes_and_updates_are_conserved(
             continue
         calls.clear()
         tp = layout.tp
-        at = columns([layout], layout.dp * 2)
+        at = layout_columns([layout], layout.dp * 2)
         found = step.step_times(terms(model), at, np.array([128.0]), numbers, k)
         world = layout.world_size
         holders, same = layout.dp * layout.cp, layout.dp * layout.cp // layout.ep
         everywhere = held(model, layout.tp)
         summed = ALL_REDUCE if layout.zero == 0 else REDUCE_SCATTER
         wanted = 4 * (everywhere * holders + expert * same)
-        degrees = {holders, same} if layout.zero == 0 else {int(g.ranks[0]) for g in sharing(at)}
+        degrees = (
+            {holders, same} if layout.zero == 0 else {int(g.ranks[0]) for g in state_groups(at)}
+        )
         sizes = {(size, n) for op, size, n in calls if op == summed and n in degrees}
         assert sum(size for size, _ in sizes) * world == pytest.approx(wanted, rel=1e-6), layout
         if layout.zero:
             gathered = {(size, n) for op, size, n in calls if op == ALL_GATHER and n in degrees}
             assert sum(size for size, _ in gathered) * world == pytest.approx(wanted / 2, rel=1e-6)
-        copies = [1, 1] if layout.zero == 0 else [int(g.ranks[0]) for g in sharing(at)]
+        copies = [1, 1] if layout.zero == 0 else [int(g.ranks[0]) for g in state_groups(at)]
         updated = everywhere * holders / copies[0] + expert * same / copies[1]
         seconds = device.OPTIMIZER_BYTES * updated / rate
         assert found.optimizer[0] * world == pytest.approx(seconds, rel=1e-6), str(layout)
@@ -201,7 +203,7 @@ def test_bytes_of_a_parameter(precision: str, grad_dtype: str | None, wanted: in
     """fp32 has no master copy: weight, gradient and two moments (Kingma and Ba 2015)."""
     assert state_bytes(precision, grad_dtype).total == wanted
     model = shape("llama-3-8b")
-    at = columns([Layout(microbatches=1)], 1)
+    at = layout_columns([Layout(microbatches=1)], 1)
     k = known(precision=precision, grad_dtype=grad_dtype)
     found = peak_memory(terms(model), at, np.array([128.0]), k)
     total = found.weights + found.gradients + found.optimizer
@@ -209,7 +211,7 @@ def test_bytes_of_a_parameter(precision: str, grad_dtype: str | None, wanted: in
 
 
 def test_full_width_doubles_activations_and_messages() -> None:
-    model, at = terms(shape("llama-3-8b")), columns([Layout(tp=8, dp=2, microbatches=1)], 2)
+    model, at = terms(shape("llama-3-8b")), layout_columns([Layout(tp=8, dp=2, microbatches=1)], 2)
     length, numbers = np.array([4096.0]), machine(hardware.cluster("2x8xH100-SXM"))
     wide, half = known(precision="fp32"), known()
     held = [peak_memory(model, at, length, k).activations[0] for k in (wide, half)]

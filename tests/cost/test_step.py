@@ -12,13 +12,13 @@ from hocket.catalogue.curves import curves
 from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, compute
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
-from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, file, stacks
-from hocket.cost.layout_batch import Layouts, columns
+from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, constants_file, stacks
+from hocket.cost.layout_batch import Layouts, layout_columns
 from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import peak_memory
-from hocket.cost.state import local
+from hocket.cost.state import local_parameters
 from hocket.cost.step import StepTimes, step_times
-from hocket.cost.terms import Terms, stack, terms
+from hocket.cost.terms import Terms, stack_terms, terms
 from hocket.planning.decoder import decoder
 from hocket.spec.layout import Layout
 
@@ -38,7 +38,7 @@ def a100(nodes: int = 1, *, measured: bool = True) -> ClusterNumbers:
 def price(layout: Layout, batch: int, nodes: int, model: Terms | None = None) -> StepTimes:
     return step_times(
         terms(GPT) if model is None else model,
-        columns([layout], batch),
+        layout_columns([layout], batch),
         one(2048),
         a100(nodes),
         constants("A100-SXM-80", "megatron"),
@@ -48,16 +48,16 @@ def price(layout: Layout, batch: int, nodes: int, model: Terms | None = None) ->
 def test_a_product_of_one_wave() -> None:
     """108 SMs, each one tile of 256 x 128 with k = 4096."""
     k = dataclasses.replace(constants("A100-SXM-80", "megatron"), small_tile=0.5)
-    time = compute.product(one(256 * 12), one(128 * 9), one(4096), Platform(a100(), k))
+    time = compute.matmul_seconds(one(256 * 12), one(128 * 9), one(4096), Platform(a100(), k))
     rate = 312e12 * k.matrix_rate / 108
     assert time[0] == pytest.approx(2 * 256 * 128 * (4096 + k.inner_overhead) / rate)
-    more = compute.product(one(256 * 12 + 1), one(128 * 9), one(4096), Platform(a100(), k))
+    more = compute.matmul_seconds(one(256 * 12 + 1), one(128 * 9), one(4096), Platform(a100(), k))
     assert more[0] > 1.4 * time[0]  # one tile more is a second wave, or smaller tiles
 
 
 def test_a_thin_product_is_bound_by_memory() -> None:
     k = constants("A100-SXM-80", "megatron")
-    time = compute.product(one(1), one(12288), one(12288), Platform(a100(), k))
+    time = compute.matmul_seconds(one(1), one(12288), one(12288), Platform(a100(), k))
     moved = 2 * (12288 + 12288 * 12288 + 12288)
     assert time[0] >= moved / (2.039e12 * k.memory_rate) * 0.99
 
@@ -112,7 +112,7 @@ def test_every_exchange_waits_for_the_cpu() -> None:
         schedule = "interleaved" if virtual > 1 else "1f1b"
         layout = Layout(pp=8, tp=8, microbatches=16, virtual_stages=virtual, schedule=schedule)
         values = constants("A100-SXM-80", "megatron", kernel_time=kernel_time, skew=0.0)
-        return step_times(terms(GPT), columns([layout], 16), one(2048), a100(8), values)
+        return step_times(terms(GPT), layout_columns([layout], 16), one(2048), a100(8), values)
 
     for virtual in (1, 3):
         none, some = of(virtual, 0.0), of(virtual, 1e-5)  # too little to slow the layers
@@ -136,17 +136,17 @@ def test_interleaving_and_zero_bubble_shorten_it() -> None:
 
 def test_a_million_layouts_cost_one_block_for_each_kind() -> None:
     """What a block takes is worked out once for layouts that agree in what it depends on."""
-    few = columns([Layout(tp=t, dp=64 // t, microbatches=8) for t in (1, 2, 4, 8)], 512)
+    few = layout_columns([Layout(tp=t, dp=64 // t, microbatches=8) for t in (1, 2, 4, 8)], 512)
     many = few.take(np.arange(40000) % 4)
     counted: list[int] = []
-    original = compute.product
+    original = compute.matmul_seconds
 
     def counting(*arguments: object, **named: object) -> np.ndarray:
         counted.append(np.size(arguments[0]))  # type: ignore[arg-type]
         return original(*arguments, **named)  # type: ignore[arg-type]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(compute, "product", counting)
+    patch.setattr(compute, "matmul_seconds", counting)
     try:
         k = constants("A100-SXM-80", "megatron")
         found = step_times(terms(GPT), many, one(2048), a100(8), k)
@@ -162,8 +162,8 @@ def test_stacked_rows_cost_what_they_cost_alone() -> None:
     small = decoder(layers=24, hidden=2048, heads=16, vocab=51200)
     layout = Layout(dp=8, microbatches=4)
     together = step_times(
-        stack([terms(GPT), terms(small)]),
-        columns([layout, layout], 64),
+        stack_terms([terms(GPT), terms(small)]),
+        layout_columns([layout, layout], 64),
         one(2048),
         a100(),
         constants("A100-SXM-80", "megatron"),
@@ -179,7 +179,7 @@ def test_more_work_takes_longer(stack_name: str) -> None:
     base = Layout(dp=8, tp=2, zero=1, microbatches=4)
 
     def step(layout: Layout, batch: int = 64, seq: int = 4096) -> float:
-        found = step_times(model, columns([layout], batch), one(seq), a100(2), k)
+        found = step_times(model, layout_columns([layout], batch), one(seq), a100(2), k)
         return float(found.step[0])
 
     assert step(base) < step(base, 128)
@@ -192,13 +192,15 @@ def held(layout: Layout, batch: int, flash: int = 0, gradient: float = 4.0) -> f
     k = dataclasses.replace(
         constants("A100-SXM-80", "megatron"), flash=flash, gradient_bytes=gradient
     )
-    return float(peak_memory(terms(GPT), columns([layout], batch), one(2048), k).allocated[0])
+    return float(
+        peak_memory(terms(GPT), layout_columns([layout], batch), one(2048), k).allocated[0]
+    )
 
 
 def test_activations_are_korthikantis() -> None:
     """Section 4.1: s b h (34 + 5 a s / h) of a layer, one microbatch on one of 96 stages."""
     k = constants("A100-SXM-80", "megatron")
-    layout = columns([Layout(pp=96, microbatches=1)], 1)
+    layout = layout_columns([Layout(pp=96, microbatches=1)], 1)
     small = decoder(layers=96, hidden=12288, heads=96, vocab=8)
     found = peak_memory(terms(small), layout, one(2048), k)
     layer = 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
@@ -209,7 +211,7 @@ def test_activations_are_korthikantis() -> None:
 def test_state_by_zero_stage() -> None:
     def parts(zero: int) -> tuple[float, float, float]:
         k = constants("A100-SXM-80", "megatron", gradient_bytes=4.0)
-        layout = columns([Layout(dp=64, zero=zero, microbatches=1, recompute="full")], 64)
+        layout = layout_columns([Layout(dp=64, zero=zero, microbatches=1, recompute="full")], 64)
         found = peak_memory(terms(GPT), layout, one(2048), k)
         return found.weights[0], found.gradients[0], found.optimizer[0]
 
@@ -237,7 +239,7 @@ def grouped(tokens: float, at: Layout) -> float:
     found = compute.block_times(
         terms(shape("mixtral-8x7b")).kinds[0][1],
         terms(shape("mixtral-8x7b")),
-        columns([at], at.dp),
+        layout_columns([at], at.dp),
         one(tokens),
         Platform(a100(), dataclasses.replace(constants("A100-SXM-80", "megatron"), kernel_time=0)),
     )
@@ -256,9 +258,9 @@ def test_experts_are_many_small_products() -> None:
     assert grouped(64, split) < 0.5 * grouped(64, alone)
     assert grouped(8192, split) == pytest.approx(grouped(8192, alone), rel=0.1)
     block = terms(shape("mixtral-8x7b")).kinds[0][1]
-    at = columns([Layout(dp=8, ep=8, tp=2, microbatches=1)], 8)
+    at = layout_columns([Layout(dp=8, ep=8, tp=2, microbatches=1)], 8)
     split = (block.weights_inside + block.weights_copied) / 2
-    held = local(block, at).total - split - block.weights_outside
+    held = local_parameters(block, at).total - split - block.weights_outside
     assert held[0] == 3 * 8 * 4096 * 14336 / 16
 
 
@@ -282,7 +284,7 @@ SWITCHES = {
 
 def test_no_gpu_and_no_stack_has_more_than_six_numbers_of_its_own() -> None:
     """Beside switches, and numbers that say `nothing`: 0 or 1, or what the stack inherits."""
-    data = file()
+    data = constants_file()
     assert {len(gpu) for gpu in data["gpus"].values()} == {len(GPU_FIELDS)} == {6}
     time = ("kernel_time", "softmax", "network", "skew", "hop", "step_overhead")
     for name, stack_of in data["stacks"].items():
@@ -311,7 +313,7 @@ def test_no_gpu_and_no_stack_has_more_than_six_numbers_of_its_own() -> None:
 
 
 def test_columns_follow_their_fields() -> None:
-    found = columns([Layout(dp=2, pp=4, tp=2, virtual_stages=2, microbatches=8, zero=1)], 64)
+    found = layout_columns([Layout(dp=2, pp=4, tp=2, virtual_stages=2, microbatches=8, zero=1)], 64)
     assert isinstance(found, Layouts)
     assert (found.microbatch[0], found.microbatches[0], found.shard[0]) == (4, 8, 2)
     assert found.schedule[0] == 2  # interleaved

@@ -12,7 +12,7 @@ from hocket.runtime.data_parallel import Buckets
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline import Executor, Stage, cut
 from hocket.runtime.record import Recorder
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.spec.layout import Layout
 from tests.runtime_pipeline.models import HIDDEN, batch, loss_fn, plain, reference, slices
 
@@ -39,7 +39,7 @@ def equality(
     tokens = int((whole["labels"] != -100).sum())
     mesh = Mesh(parsed, context.rank, recorder=Recorder(context.rank))
     dp, pp = mesh.axis("dp"), mesh.axis("pp")
-    board = build(parsed, microbatches)
+    board = build_schedule(parsed, microbatches)
     bounds = [4 // parsed.num_stages] * parsed.num_stages
     stages = [
         Stage(
@@ -191,12 +191,12 @@ def built(
     from pathlib import Path
 
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build as build_skeleton
-    from hocket.models.source import resolve
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import resolve_model
     from hocket.models.weight_files import WeightFiles
     from hocket.runtime.collectives import barrier
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.plan import block_of
     from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -212,7 +212,7 @@ def built(
         if context.rank == 0:
             _save_random(config, Path(directory))
         barrier(mesh.axis("world"), mesh.recorder)
-        weights, config = directory, resolve(directory).config
+        weights, config = directory, resolve_model(directory).config
 
     class Real(LiveBytes):
         """Without what is on the meta device, which has no memory."""
@@ -299,10 +299,10 @@ def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict
     from pathlib import Path
 
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build as build_skeleton
+    from hocket.models.skeleton import build_skeleton
     from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.plan import block_of
     from hocket.spec.run import RunSpec, TrainOptions, Workload

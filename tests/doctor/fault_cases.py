@@ -10,7 +10,7 @@ from tests.launch import nccl_like
 
 
 def rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """As `faults.rank`; the host waits for its device where it reads what was summed."""
+    """As `faults.fault_rank`; the host waits for its device where it reads what was summed."""
     nccl_like.register()
-    faults.rank(context, {**payload, "backend": nccl_like.NAME, "limit": 2.0})
+    faults.fault_rank(context, {**payload, "backend": nccl_like.NAME, "limit": 2.0})
     nccl_like.synchronize()

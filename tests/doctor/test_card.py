@@ -12,7 +12,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.reporting import card as words
-from hocket.reporting.card_page import page
+from hocket.reporting.card_page import card_html
 from hocket.spec.doctor import CANNOT, FAIL, PASS, CardLine, ReportCard
 from hocket.spec.errors import DataError
 
@@ -60,7 +60,7 @@ def test_counts_and_verdict() -> None:
 
 
 def test_the_text_holds_each_line_its_reason_and_its_command() -> None:
-    text = words.text(CARD)
+    text = words.card_text(CARD)
     for each in CARD.lines:
         assert f"{each.status:<6}  {each.id}" in text
         assert each.command in text
@@ -87,7 +87,7 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_the_page_is_whole_escaped_and_needs_no_network() -> None:
-    text = page(CARD)
+    text = card_html(CARD)
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
@@ -97,7 +97,9 @@ def test_the_page_is_whole_escaped_and_needs_no_network() -> None:
     assert "differs by &lt;0.5&gt;" in text
     assert not re.search(r"(src|href)=.?https?:", text)
     assert "No GPU executed these checks" not in text
-    rehearsed = page(dataclasses.replace(CARD, executed_on_gpu=False, machine={"cpu": "A CPU"}))
+    rehearsed = card_html(
+        dataclasses.replace(CARD, executed_on_gpu=False, machine={"cpu": "A CPU"})
+    )
     assert "No GPU executed these checks" in rehearsed
     assert "A CPU, no GPU" in rehearsed
 

@@ -108,7 +108,7 @@ def test_a_forked_process_that_cuda_rejects_is_repeated_but_where_that_is_the_qu
     monkeypatch.setattr(worker, "fresh", lambda *asked: {"ok": True, "reason": ""})
     asked = [{"id": n, "form": GPU, "timeout": 1} for n in ("env-nccl", "env-fork", "env-claim")]
     answers = io.StringIO()
-    worker.serve(io.StringIO("".join(json.dumps(each) + "\n" for each in asked)), answers)
+    worker.answer_requests(io.StringIO("".join(json.dumps(each) + "\n" for each in asked)), answers)
     found = [json.loads(line) for line in answers.getvalue().splitlines()]
     assert [each["ok"] for each in found] == [True, False, False]
 
@@ -183,7 +183,7 @@ def test_the_first_difference_of_two_orders() -> None:
 
 
 def test_every_kernel_of_serving_is_tried_for_every_kind_of_layer() -> None:
-    from hocket.doctor.trials import HEADS, LATENT_HEADS, LATENT_SIZES, SIZES, VARIANTS, kinds
+    from hocket.doctor.trials import HEADS, LATENT_HEADS, LATENT_SIZES, SIZES, VARIANTS, trial_kinds
     from hocket.serving.engine.attention_kernels import KERNELS
 
     tried: dict[str, set[str]] = {}
@@ -192,6 +192,6 @@ def test_every_kernel_of_serving_is_tried_for_every_kind_of_layer() -> None:
             names = check.arguments.get("dtypes", ["bfloat16", "float16", "float32"])
             tried.setdefault(check.arguments["kernel"], set()).update(names)
     assert tried == {kernel.name: {"bfloat16", "float16", "float32"} for kernel in KERNELS}
-    every = list(kinds())
+    every = list(trial_kinds())
     shapes = len(HEADS) * len(SIZES) + len(LATENT_HEADS) * len(LATENT_SIZES)
     assert len(set(every)) == len(every) == 3 * shapes * len(VARIANTS) == 216

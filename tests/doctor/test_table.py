@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.doctor import Doctor
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 from hocket.doctor import job
 from hocket.doctor.check import CPU, GpuCheck
 from hocket.doctor.environment import NvmlReport
@@ -43,8 +43,8 @@ def test_every_group_has_checks_and_ids_are_words_of_a_command() -> None:
 def test_the_command_of_a_check_selects_it_alone(check: GpuCheck) -> None:
     words = shlex.split(check.command)
     assert words[:2] == ["hocket", "doctor"]
-    flags = parse(Doctor, "doctor", words[2:], Doctor())
-    assert job.chosen(gpu=flags.gpu, only=flags.only, groups=flags.group) == (check,)
+    flags = parse_flags(Doctor, "doctor", words[2:], Doctor())
+    assert job.chosen_checks(gpu=flags.gpu, only=flags.only, groups=flags.group) == (check,)
 
 
 def test_one_gpu_takes_at_most_ten_minutes() -> None:
@@ -73,9 +73,9 @@ def test_a_folder_that_cannot_be_written_is_rejected_first(tmp_path: Path) -> No
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(OptionError, match="is not writable: Not a directory"):
-        job.folder(str(file / "folder"), whole=True)
-    assert job.folder(None, whole=False) is None
-    assert job.folder(str(tmp_path / "new"), whole=False) == tmp_path / "new"
+        job.card_folder(str(file / "folder"), whole=True)
+    assert job.card_folder(None, whole=False) is None
+    assert job.card_folder(str(tmp_path / "new"), whole=False) == tmp_path / "new"
     with pytest.raises(OptionError, match="minutes is 0"):
         job.doctor((), minutes=0)
 
@@ -230,7 +230,7 @@ def test_the_driver_is_asked(
     def opened() -> Any:
         yield Driver(**answers)
 
-    monkeypatch.setattr(environment, "opened", opened)
+    monkeypatch.setattr(environment, "nvml_opened", opened)
     check = by_id(f"env-{name}")
     assert check.driver
     outcome = check.resolve()(Place("gpu"))

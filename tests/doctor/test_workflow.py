@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.doctor import Doctor
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_every_verb_parses() -> None:
     assert len(verbs) == len(WORKFLOW["jobs"]) == 2
     for words in verbs:
         assert words[1] == "doctor"
-        assert parse(Doctor, "doctor", words[2:], Doctor()).gpu
+        assert parse_flags(Doctor, "doctor", words[2:], Doctor()).gpu
 
 
 def test_runners_are_chosen_by_variables() -> None:

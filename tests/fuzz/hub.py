@@ -153,9 +153,9 @@ def _served(server: _Server, home: Path) -> Iterator[None]:
 
 def _resolved(home: Path) -> None:
     """Download and read a model; what was downloaded has the SHA-256 that the Hub gave."""
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
-    source = resolve("org/name")
+    source = resolve_model("org/name")
     assert source.weights is not None
     for file in source.weights.rglob("*"):
         blob = os.path.basename(os.readlink(file)) if file.is_symlink() else ""

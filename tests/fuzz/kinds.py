@@ -92,10 +92,10 @@ def run_folder(folder: Path) -> None:
          "global_batch": 4, "steps": 4, "save_every": 2, "device": "cpu", "layout": "pp2",
          "eval_fraction": 0.3}
     )  # fmt: skip
-    job = prepare.plan(wanted)
-    run = prepare.run_folder(wanted)
+    job = prepare.prepare_job(wanted)
+    run = prepare.train_folder(wanted)
     _, tokens, config = prepare.data(job, run)
-    prepare.write(prepare.fitted_to(job, tokens), run, config, "train")
+    prepare.write_run(prepare.fitted_to(job, tokens), run, config, "train")
     (folder / "run" / "mine.txt").write_text(run.schedule_file.read_text())
     checkpoint = run.checkpoints / "step-000002"
     checkpoint.mkdir(parents=True)
@@ -185,7 +185,7 @@ def _resume(folder: Path) -> None:
     from hocket.jobs.train import resumed
 
     run = folder / "run"
-    found = resume.plan(request({"model": run, "run": run, "resume": True}))
+    found = resume.resume_job(request({"model": run, "run": run, "resume": True}))
     nothing: Any = None
     resumed(found, JobRecorder(None), launcher=nothing)
 
@@ -204,21 +204,21 @@ def _schedule(folder: Path) -> None:
 @kind("schedule file", "run/mine.txt", RUN, mutate.damaged)
 def _schedule_file(folder: Path) -> None:
     from hocket.jobs import prepare
-    from hocket.schedules.validate import validate
+    from hocket.schedules.validate import validate_schedule
     from hocket.spec.layout import Layout
 
     path = folder / "run" / "mine.txt"
     layout = Layout.parse(f"pp2:microbatches=4,schedule={path}")
-    validate(prepare.scheduled(layout), layout=layout, num_microbatches=4)
+    validate_schedule(prepare.scheduled(layout), layout=layout, num_microbatches=4)
 
 
 @kind("tokens.json", "run/data/tokens.json", RUN, mutate.checksummed)
 def _tokens(folder: Path) -> None:
     from hocket.training.dataset import open_dataset
-    from hocket.training.token_manifest import TRAIN, VALID, Tokens, verify
+    from hocket.training.token_manifest import TRAIN, VALID, Tokens, verify_tokens
 
     data = folder / "run" / "data"
-    verify(data, 16)
+    verify_tokens(data, 16)
     tokens = Tokens.load(data)
     for name in (TRAIN, VALID):
         samples = open_dataset(data, name, tokens, 16, 0)
@@ -229,10 +229,10 @@ def _tokens(folder: Path) -> None:
 @kind("checkpoint manifest", "run/checkpoints/step-000002/manifest.json", RUN, mutate.checksummed)
 def _manifest(folder: Path) -> None:
     from hocket.spec import checkpoint
-    from hocket.training.export import opened
+    from hocket.training.export import checkpoint_opened
 
     there, _, _ = checkpoint.newest_whole(folder / "run" / "checkpoints")
-    with opened(there) as whole:
+    with checkpoint_opened(there) as whole:
         for name in whole.names():
             whole.tensor(name)
 
@@ -249,15 +249,17 @@ kind(
 @kind("config.json", "config.json", MODEL, mutate.json_file)
 def _config(folder: Path) -> None:
     from hocket.jobs.serving.request import stop_tokens
-    from hocket.jobs.validate import validate
-    from hocket.models.source import resolve
+    from hocket.jobs.validate import validate_layout
+    from hocket.models.source import resolve_model
     from hocket.spec.layout import Layout
     from hocket.spec.run import Workload
     from hocket.training.tokenizer import Tokenizer
 
-    source = resolve(folder)
+    source = resolve_model(folder)
     assert source.code is None
-    validate(source.dimensions, Layout.parse("dp2.pp2.tp2"), Workload(seq_len=16, global_batch=8))
+    validate_layout(
+        source.dimensions, Layout.parse("dp2.pp2.tp2"), Workload(seq_len=16, global_batch=8)
+    )
     stop_tokens(source, Tokenizer.load(folder))
 
 
@@ -288,12 +290,12 @@ kind("special_tokens_map.json", "special_tokens_map.json", MODEL, mutate.json_fi
 @kind("generation_config.json", "generation_config.json", MODEL, mutate.json_file)
 def _generation(folder: Path) -> None:
     from hocket.jobs.serving.request import stop_tokens
-    from hocket.models.source import resolve
-    from hocket.serving.defaults import SamplingDefaults, settings
+    from hocket.models.source import resolve_model
+    from hocket.serving.defaults import SamplingDefaults, generation_settings
     from hocket.training.tokenizer import Tokenizer
 
-    SamplingDefaults.of(settings(folder)).text()
-    stop_tokens(resolve(folder), Tokenizer.load(folder))
+    SamplingDefaults.of(generation_settings(folder)).text()
+    stop_tokens(resolve_model(folder), Tokenizer.load(folder))
 
 
 # --- what a report reads --------------------------------------------------------------------------
@@ -303,7 +305,7 @@ def _report(folder: Path) -> None:
     from hocket.jobs import report
 
     # The page holds the text as well.
-    report.write(report.records([folder / "run"]), "html", str(folder / "page.html"))
+    report.write_report(report.report_records([folder / "run"]), "html", str(folder / "page.html"))
 
 
 for _name, _mutation in (
@@ -332,17 +334,17 @@ def _options(folder: Path) -> None:
 
 @kind("options TOML", "job.toml", _options, mutate.damaged)
 def _read_options(folder: Path) -> None:
-    from hocket.cli.config import read
+    from hocket.cli.config import read_config
     from hocket.jobs.request import request
 
-    request({"model": "tiny-llama", **read(str(folder / "job.toml"))})
+    request({"model": "tiny-llama", **read_config(str(folder / "job.toml"))})
 
 
 def _machine(folder: Path) -> None:
     from hocket.catalogue import machine_file
     from hocket.catalogue.hardware import cluster
 
-    (folder / "machine.toml").write_text(machine_file.write(cluster("2x8xH100-SXM")))
+    (folder / "machine.toml").write_text(machine_file.cluster_toml(cluster("2x8xH100-SXM")))
 
 
 @kind("machine file", "machine.toml", _machine, mutate.damaged)
@@ -351,7 +353,7 @@ def _read_machine(folder: Path) -> None:
     from hocket.catalogue.hardware import cluster
 
     found = cluster(str(folder / "machine.toml"))
-    (folder / "again.toml").write_text(machine_file.write(found))
+    (folder / "again.toml").write_text(machine_file.cluster_toml(found))
     assert cluster(str(folder / "again.toml")) == found
 
 
@@ -366,7 +368,7 @@ def _read_measured(folder: Path) -> None:
     from hocket.catalogue import measured_file
     from hocket.spec.measured import MachineMeasurements
 
-    measured_file.write(
+    measured_file.measured_toml(
         MachineMeasurements.from_json((folder / "measured.json").read_text(errors="replace"))
     )
 
@@ -446,12 +448,12 @@ mode = "full"
 
 def _tool_file(tool: str) -> Step:
     def make(folder: Path) -> None:
-        from hocket.jobs.plan import emitted, plan
+        from hocket.jobs.plan import emitted_layout, plan_training
 
         written = {"torchtitan": _TITAN, "torchtitan-0.2.2": _TITAN_TOML}.get(tool)
         if written is None:
-            found = plan(MODEL_PLANNED, **PLANNED, seq_len=4096, emit=tool)
-            written = emitted(found, tool)
+            found = plan_training(MODEL_PLANNED, **PLANNED, seq_len=4096, emit=tool)
+            written = emitted_layout(found, tool)
         (folder / TOOL_FILES[tool]).write_text(written)
 
     return copied(make)
@@ -510,9 +512,9 @@ def _published(folder: Path) -> None:
 
 @kind("table of runs", "runs.csv", _published, mutate.damaged)
 def _validate(folder: Path) -> None:
-    from hocket.jobs.accuracy import accuracy, text
+    from hocket.jobs.accuracy import accuracy, accuracy_text
 
-    text(accuracy(str(folder / "runs.csv")))
+    accuracy_text(accuracy(str(folder / "runs.csv")))
 
 
 def _served_runs(folder: Path) -> None:

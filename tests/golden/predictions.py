@@ -22,7 +22,7 @@ from typing import Any
 from hocket.catalogue import hardware, shapes
 from hocket.planning import machine_choice, machine_forecast, machine_serving
 from hocket.planning.links import axis_links
-from hocket.planning.plan import plan, plan_one
+from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
 from hocket.planning.service.forecast import ServiceForecast
 from hocket.planning.service.plan import answer, answer_one
@@ -77,7 +77,7 @@ def _layouts(num_gpus: int, count: int, seed: str) -> Iterator[Layout]:
 def training() -> dict[str, Any]:
     """Step, memory and their parts on catalogue GPUs."""
     found = {}
-    for model in shapes.names():
+    for model in shapes.shape_names():
         for name in CLUSTERS:
             machine = hardware.cluster(name)
             for layout in _layouts(machine.num_gpus, 4, f"{model} {name}"):
@@ -108,7 +108,7 @@ def serving() -> dict[str, Any]:
     """Step, memory, cache and load of servers on catalogue GPUs."""
     service = Service(requests_per_second=2.0, ttft_ms=2000.0, tpot_ms=50.0)
     found = {}
-    for model in shapes.names():
+    for model in shapes.shape_names():
         for name in ("1x8xA100-80-SXM", "1x8xH100-SXM", "2x8xH200-SXM"):
             for layout in ("dp1", "tp4", "tp8", "pp2.tp4"):
 
@@ -144,13 +144,17 @@ def probed() -> dict[str, Any]:
         for text in PROBED:
             found[f"train {model} {text}"] = _answer(
                 lambda text=text, shape=shape: json.loads(
-                    machine_forecast.forecast(shape, Layout.parse(text), work, machine)[0].to_json()
+                    machine_forecast.machine_forecast(shape, Layout.parse(text), work, machine)[
+                        0
+                    ].to_json()
                 )
             )
         for text in SERVED:
             found[f"serve {model} {text}"] = _answer(
                 lambda text=text, shape=shape: json.loads(
-                    machine_serving.forecast(shape, Layout.parse(text), machine, sizes).to_json()
+                    machine_serving.server_forecast(
+                        shape, Layout.parse(text), machine, sizes
+                    ).to_json()
                 )
             )
     return found
@@ -169,7 +173,9 @@ def chosen() -> dict[str, Any]:
             found[key] = _answer(
                 lambda problem=problem, objective=objective: {
                     f"{place} {one.layout}": [one.step_seconds.median, one.memory_high]
-                    for place, one in enumerate(plan(problem, objective=objective, top=5).layouts)
+                    for place, one in enumerate(
+                        best_layouts(problem, objective=objective, top=5).layouts
+                    )
                 }
             )
         service = Service(requests_per_second=8.0, ttft_ms=2000.0, tpot_ms=50.0)
@@ -197,10 +203,10 @@ def _chosen_here() -> dict[str, Any]:
     for model, capacity in itertools.product(("tiny-llama", "tiny-mixtral"), (0, 31_000_000)):
         shape = shapes.shape(model)
         small = dataclasses.replace(machine, capacity=capacity)
-        layouts = machine_choice.candidates(shape, work, 4)
+        layouts = machine_choice.candidate_layouts(shape, work, 4)
 
         def weighed(shape: Any = shape, small: Any = small, layouts: Any = layouts) -> Any:
-            best, _ = machine_choice.choose(
+            best, _ = machine_choice.choose_layout(
                 shape, work, small, layouts, otherwise=lambda: machine_choice.leaner(layouts)
             )
             return {
@@ -213,7 +219,7 @@ def _chosen_here() -> dict[str, Any]:
             lambda shape=shape, small=small: {
                 f"{place} {one.layout}": [one.tokens_per_second, one.ttft, one.tpot]
                 for place, one in enumerate(
-                    machine_serving.choose(
+                    machine_serving.choose_server(
                         shape, small, sizes, machine_choice.meshes(shape, 4)
                     ).alternatives
                 )

@@ -176,7 +176,7 @@ def repos_of_the_page(tmp_path: Path) -> list[Repo]:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from hocket.training.tokenizer import resolve
+    from hocket.training.tokenizer import resolve_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -184,7 +184,7 @@ def repos_of_the_page(tmp_path: Path) -> list[Repo]:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
-    resolve("bytes", model_dir=None).save(tmp_path / "qwen")
+    resolve_tokenizer("bytes", model_dir=None).save(tmp_path / "qwen")
     story = "Once upon a time there was a layout of many ranks. "
     rows = "".join(json.dumps({"text": f"{i}. {story * 20}"}) + "\n" for i in range(40)).encode()
     data = {"data/train.jsonl": rows, "data/validation.jsonl": rows}

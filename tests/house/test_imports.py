@@ -31,7 +31,7 @@ def loaded_by(code: str) -> set[str]:
         "from hocket import train, check, generate, export, plan",
         "import hocket.launch",
         pytest.param(
-            "from hocket.models import source; source.resolve('tiny-llama')",
+            "from hocket.models import source; source.resolve_model('tiny-llama')",
             marks=pytest.mark.train,
         ),
         "import hocket.schedules.registry",

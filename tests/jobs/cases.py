@@ -298,13 +298,15 @@ def padded(context: Any, cases: list[tuple[str, str]]) -> list[Any]:
 
     import hocket
     from hocket.models.proxy import proxy_of
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
     from hocket.models.skeleton import config_of
     from hocket.spec.errors import HocketError
 
     found: list[Any] = []
     for kind, text in cases:
-        plain = proxy_of(config_of(sample(kind), dropout=0.0)).build(attention="sdpa").train()
+        plain = (
+            proxy_of(config_of(sample_config(kind), dropout=0.0)).build(attention="sdpa").train()
+        )
         ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
         for row, padding in enumerate((5, 0, 3, 0)):

@@ -45,7 +45,7 @@ def after_kills(folder: Path, layout: str, *, kills: int, seed: int) -> int:
     assert weights(folder, "cut") == weights(folder, "whole")
     assert losses(folder, "cut") == losses(folder, "whole")
     for path in words.checkpoints(folder / "cut" / "checkpoints"):
-        words.verify(path)
+        words.verify_checkpoint(path)
     return summary.restarts
 
 

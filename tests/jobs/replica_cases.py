@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.launch import RankContext
-from hocket.serving.front.frames import HELLO, MAX_COMMAND, FrameReader, decode, encode
+from hocket.serving.front.frames import HELLO, MAX_COMMAND, FrameReader, decode_frame, encode
 from hocket.spec.errors import ModelError
 
 SLOW = 0.01
@@ -80,7 +80,7 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
             data = parent.recv(1 << 16)
             if not data:
                 return
-            for message in map(decode, reader.feed(data)):
+            for message in map(decode_frame, reader.feed(data)):
                 match message["do"]:
                     case "add":
                         request = message["request"]

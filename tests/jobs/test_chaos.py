@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.chaos.draw import FIRST, STRETCH, chosen, draw
+from hocket.jobs.chaos.draw import FIRST, STRETCH, chosen_kinds, draw_faults
 from hocket.jobs.chaos.kinds import ALL
-from hocket.jobs.chaos.result import ChaosResult, FaultResult, table
+from hocket.jobs.chaos.result import ChaosResult, FaultResult, fault_table
 from hocket.jobs.chaos.run import chaos
 from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
@@ -66,11 +66,11 @@ def test_a_fault_that_nothing_finds_is_not_survived(
 
 def test_faults_follow_from_the_seed_and_have_a_stretch_each() -> None:
     layout = Layout.parse("dp2.tp2")
-    kinds = chosen((), layout)
+    kinds = chosen_kinds((), layout)
     assert kinds == list(ALL)
-    jobs = draw(3, 200, kinds, layout)
-    assert jobs == draw(3, 200, kinds, layout)
-    assert jobs != draw(4, 200, kinds, layout)
+    jobs = draw_faults(3, 200, kinds, layout)
+    assert jobs == draw_faults(3, 200, kinds, layout)
+    assert jobs != draw_faults(4, 200, kinds, layout)
     faults = [fault for job in jobs for fault in job.faults]
     assert sorted(fault.number for fault in faults) == list(range(200))
     assert {fault.kind for fault in faults} == set(ALL)
@@ -88,15 +88,15 @@ def test_faults_follow_from_the_seed_and_have_a_stretch_each() -> None:
 
 
 def test_kinds_follow_from_the_layout() -> None:
-    names = {kind.name for kind in chosen((), Layout.parse("dp1"))}
+    names = {kind.name for kind in chosen_kinds((), Layout.parse("dp1"))}
     assert names == {kind.name for kind in ALL} - {"cut", "weights", "slow"}
-    assert "weights" not in {kind.name for kind in chosen((), Layout.parse("pp2"))}
+    assert "weights" not in {kind.name for kind in chosen_kinds((), Layout.parse("pp2"))}
     with pytest.raises(LayoutError, match=r"slow needs 2 ranks; the layout .* has 1"):
-        chosen(("slow",), Layout.parse("dp1"))
+        chosen_kinds(("slow",), Layout.parse("dp1"))
     with pytest.raises(LayoutError, match="weights needs two data-parallel replicas"):
-        chosen(("weights",), Layout.parse("dp2:zero=3"))
+        chosen_kinds(("weights",), Layout.parse("dp2:zero=3"))
     with pytest.raises(OptionError, match="unknown kind of fault 'kil'") as caught:
-        chosen(("kil",), Layout.parse("dp2"))
+        chosen_kinds(("kil",), Layout.parse("dp2"))
     assert caught.value.hint == "--kinds kill"
 
 
@@ -124,4 +124,4 @@ def test_the_table_counts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
         "kind", "injected_at", "rank", "detected_by", "detected_seconds", "named",
         "recovered_seconds", "steps_lost", "survived", "remark",
     }  # fmt: skip
-    assert table(found.faults)[1].split()[:4] == ["kill", "2", "1", "1/1"]
+    assert fault_table(found.faults)[1].split()[:4] == ["kill", "2", "1", "1/1"]

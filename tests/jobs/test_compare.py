@@ -8,10 +8,17 @@ import json
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.compare import asked, microbatches, outcome, with_layers
-from hocket.models.source import resolve
+from hocket.jobs.compare import compare_request, outcome, pipeline_microbatches, source_with_layers
+from hocket.models.source import resolve_model
 from hocket.reporting.comparison import comparison_text, sweep_text
-from hocket.spec.comparison import Comparison, Point, Strategy, StrategyResult, chosen, strategies
+from hocket.spec.comparison import (
+    Comparison,
+    Point,
+    Strategy,
+    StrategyResult,
+    chosen_strategies,
+    strategies,
+)
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.timeline import Event, Timeline
@@ -32,10 +39,10 @@ def test_the_ways_cover_every_kind_and_fit_the_batch() -> None:
 
 def test_ways_are_chosen_by_name_or_layout_and_one_process_stays() -> None:
     known = strategies(2, 4, 8)
-    found = chosen(("tensor", "dp2.tp2", "tp2"), known)
+    found = chosen_strategies(("tensor", "dp2.tp2", "tp2"), known)
     assert [strategy.layout.axes_text() for strategy in found] == ["dp1", "tp2", "dp2.tp2", "tp2"]
     with pytest.raises(OptionError, match="tensorr") as error:
-        chosen(("tensorr",), known)
+        chosen_strategies(("tensorr",), known)
     assert "tensor" in str(error.value.hint)
 
 
@@ -44,7 +51,7 @@ def test_ways_are_chosen_by_name_or_layout_and_one_process_stays() -> None:
 )
 def test_values_that_cannot_be(values: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=next(iter(values))):
-        asked(**values)
+        compare_request(**values)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,7 @@ def test_values_that_cannot_be(values: dict[str, float]) -> None:
     [(None, 8, 4), (None, 6, 3), (None, 7, 1), (2, 8, 2), (8, 8, 8), (1, 3, 1)],
 )
 def test_microbatches_divide_the_batch(wanted: int | None, batch: int, count: int) -> None:
-    assert microbatches(asked(microbatches=wanted), batch) == count
+    assert pipeline_microbatches(compare_request(microbatches=wanted), batch) == count
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,7 @@ def test_microbatches_divide_the_batch(wanted: int | None, batch: int, count: in
 )
 def test_microbatches_that_do_not_are_refused(wanted: int, batch: int, near: str) -> None:
     with pytest.raises(OptionError, match=f"does not divide into {wanted} microbatches") as error:
-        microbatches(asked(microbatches=wanted), batch)
+        pipeline_microbatches(compare_request(microbatches=wanted), batch)
     assert error.value.hint == near
 
 
@@ -95,14 +102,14 @@ def test_idle_counts_what_waits_inside_an_action() -> None:
 
 @pytest.mark.train
 def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
-    source = resolve("tiny-qwen3")
-    deeper = with_layers(dataclasses.replace(source, weights=None), 6)
+    source = resolve_model("tiny-qwen3")
+    deeper = source_with_layers(dataclasses.replace(source, weights=None), 6)
     assert deeper.dimensions.num_layers == 6
     config = {**source.config, "layer_types": ["full_attention", "sliding_attention"]}
-    changed = with_layers(dataclasses.replace(source, config=config), 3).config
+    changed = source_with_layers(dataclasses.replace(source, config=config), 3).config
     assert changed["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(ModelError, match="does not specify its number of layers"):
-        with_layers(dataclasses.replace(source, config={"model_type": "qwen3"}), 2)
+        source_with_layers(dataclasses.replace(source, config={"model_type": "qwen3"}), 2)
 
 
 def fake(name: str, title: str, layout: str, **values: object) -> StrategyResult:

@@ -12,8 +12,8 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import defaults, dry_run, forecast_policy, precision, prepare, rehearsal_fit
 from hocket.jobs.request import request
-from hocket.jobs.validate import MICROBATCH_TOKENS, microbatches, validate
-from hocket.models.source import ModelSource, resolve
+from hocket.jobs.validate import MICROBATCH_TOKENS, resolved_microbatches, validate_layout
+from hocket.models.source import ModelSource, resolve_model
 from hocket.probing import devices
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import OptionError
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.train
 
 def source(*, weights: bool) -> ModelSource:
 
-    return dataclasses.replace(resolve("tiny-llama"), weights=Path("model") if weights else None)
+    return dataclasses.replace(
+        resolve_model("tiny-llama"), weights=Path("model") if weights else None
+    )
 
 
 def rates(weights: bool, **values: Any) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def test_precision_follows_the_device(
 
 def test_microbatches_bound_the_tokens_of_one_forward() -> None:
     def found(layout: str, **sizes: int) -> int:
-        return microbatches(Layout.parse(layout), Workload(**sizes))
+        return resolved_microbatches(Layout.parse(layout), Workload(**sizes))
 
     assert found("dp1", seq_len=256, global_batch=32) == 1
     assert found("dp8", seq_len=4096, global_batch=64) == 4
@@ -208,7 +210,7 @@ def test_a_dry_run_is_of_the_model_that_the_data_make(
 
 
 def test_several_gpus_and_no_layout_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible", lambda: 8)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 8)
 
     def auto(**values: Any) -> bool:
         return defaults.with_layout(request({"model": "tiny-llama", **values})).auto
@@ -217,7 +219,7 @@ def test_several_gpus_and_no_layout_ask_for_one(monkeypatch: pytest.MonkeyPatch)
     assert not auto(device="cpu")
     assert not auto(device="cuda", layout="dp2")
     assert not auto(device="cuda", tp=2)
-    monkeypatch.setattr(devices, "visible", lambda: 1)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
     assert not auto(device="cuda")
 
 
@@ -228,7 +230,7 @@ def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
     """A machine is never measured unasked; the catalogue is enough to choose by."""
     monkeypatch.setattr(rehearsal_fit, "gpu_here", lambda: gpu)
     asked = request({"model": "llama-3-8b", "seq_len": 4096, "global_batch": 64, "dtype": "bf16"})
-    found = resolve("llama-3-8b")
+    found = resolve_model("llama-3-8b")
     job = prepare.PreparedJob(
         request=asked,
         source=found,
@@ -237,7 +239,7 @@ def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
     )
 
     def legal(layout: Layout) -> Layout:
-        return validate(found.dimensions, layout, asked.workload)
+        return validate_layout(found.dimensions, layout, asked.workload)
 
     layout = forecast_policy.by_catalogue(job, 8, legal)
     assert layout.world_size == 8
@@ -254,11 +256,11 @@ def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
 def test_sequences_are_as_long_as_model_and_device_take(
     monkeypatch: pytest.MonkeyPatch, model: str, given: dict[str, Any], cuda: bool, length: int
 ) -> None:
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
     monkeypatch.setattr(defaults, "on_cuda", lambda _: cuda)
     asked = request({"model": model, **given})
-    assert defaults.with_length(asked, resolve(model)).workload.seq_len == length
+    assert defaults.with_length(asked, resolve_model(model)).workload.seq_len == length
 
 
 def test_auto_is_the_dtype_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +280,6 @@ def test_cores_that_ranks_leave_idle_are_named(monkeypatch: pytest.MonkeyPatch) 
         (2, 1, 1, ""),
         (64, 32, 1, ""),
     ):
-        monkeypatch.setattr(compare, "cores", lambda here=here: here)
+        monkeypatch.setattr(compare, "usable_cores", lambda here=here: here)
         options = TrainOptions(device="cpu", threads=threads)
         assert defaults.idle_cores(options, ranks) == wanted

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.corpus import standard_library, write
-from hocket.jobs.demo import QUICK, options
+from hocket.jobs.corpus import standard_library, write_corpus
+from hocket.jobs.demo import QUICK, demo_options
 from hocket.spec.run import RunFolder
 
 
 def test_the_corpus_is_this_pythons_own(tmp_path: Path) -> None:
-    count = write(tmp_path / "corpus.jsonl", largest=300_000)
+    count = write_corpus(tmp_path / "corpus.jsonl", largest=300_000)
     assert count >= 300_000
     paths = [path for path, _ in zip((p for p, _ in standard_library()), range(50), strict=False)]
     assert paths[0].startswith("pydoc_data/"), "the docs come first"
@@ -21,11 +21,11 @@ def test_the_corpus_is_this_pythons_own(tmp_path: Path) -> None:
 
 
 def test_defaults_and_changes() -> None:
-    assert options({}).layout.world_size == 2
-    asked = options({}, full=True)
+    assert demo_options({}).layout.world_size == 2
+    asked = demo_options({}, full=True)
     assert asked.layout.axes_text() == "dp2.pp2.tp2"
     assert asked.layout.world_size == 8
-    changed = options({"layout": "pp2", "steps": 2})
+    changed = demo_options({"layout": "pp2", "steps": 2})
     assert (changed.layout.pp, changed.layout.dp) == (2, 1)
     assert changed.layout.microbatches is None
     assert changed.options.steps == 2

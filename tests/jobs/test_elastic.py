@@ -79,7 +79,7 @@ def test_the_planner_chooses_for_the_ranks_that_are_left(tmp_path: Path, whole: 
     from tests.jobs.test_forecast import here
 
     file = tmp_path / "cluster.toml"
-    machine.save(machine.cluster_of(here()), file)
+    machine.save_machine(machine.measured_cluster(here()), file)
     whole(tmp_path, "one", "dp1", **CONSTANT)
     job(tmp_path, "run", "dp4", GONE, elastic=True, cluster=str(file), **CONSTANT)
     forecast = Forecast.from_json((tmp_path / "run" / "forecast.json").read_text())
@@ -186,12 +186,12 @@ def test_without_measurements_the_layout_stays_near_the_run_s_own(
     own: str, count: int, wanted: str
 ) -> None:
     from hocket.jobs.prepare import PreparedJob, scheduled
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
     asked = request({"model": "tiny-llama", "layout": own, "global_batch": 8, "seq_len": 16})
     layout = Layout.parse(own)
     prepared = PreparedJob(
-        request=asked, source=resolve("tiny-llama"), layout=layout,
+        request=asked, source=resolve_model("tiny-llama"), layout=layout,
         schedule=scheduled(Layout(microbatches=1)),
     )  # fmt: skip
     found = elastic.unmeasured_layout(prepared, count)

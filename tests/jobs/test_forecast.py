@@ -47,7 +47,7 @@ def here() -> MachineMeasurements:
         dataclasses.replace(c, lines=(LatencyFit(bytes=1, latency=1e-5, rate=1e9),))
         for c in made.curves
     )
-    host = dataclasses.replace(machine.present("cpu").host, cores=made.host.cores)
+    host = dataclasses.replace(machine.present_machine("cpu").host, cores=made.host.cores)
     return dataclasses.replace(made, curves=lined, host=host)
 
 
@@ -75,7 +75,7 @@ def kept(own_cache: Path, cache_of_all: Path, monkeypatch: pytest.MonkeyPatch) -
 def cluster(tmp_path: Path) -> str:
     """A cluster file of the made machine."""
     file = tmp_path / "cluster.toml"
-    machine.save(machine.cluster_of(here()), file)
+    machine.save_machine(machine.measured_cluster(here()), file)
     return str(file)
 
 
@@ -98,7 +98,7 @@ def test_a_run_is_foretold_whatever_its_layout(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     told, timeline = found
     assert told.known, told.why
@@ -149,7 +149,7 @@ def test_memory_is_foretold_under_zero(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     recorded = json.loads(folder.communication_file.read_text())["total"]
     assert list(found[0].collectives) == [row for row in recorded if row["phase"] != "other"]
@@ -200,7 +200,7 @@ def test_adapters_are_foretold_under_every_stage_of_zero(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     told = found[0]
     assert told.known, told.why
@@ -232,7 +232,7 @@ def test_memory_is_foretold_over_tensor_ranks(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     counted = json.loads(folder.memory_file.read_text())
     for row, seen in zip(found[0].memory, counted, strict=True):
@@ -258,7 +258,7 @@ def test_messages_of_adapters_are_foretold_to_the_byte(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     recorded = json.loads(folder.communication_file.read_text())["total"]
     assert list(found[0].collectives) == [row for row in recorded if row["phase"] != "other"]
@@ -300,7 +300,7 @@ def test_messages_are_foretold_where_no_product_ends_a_layer(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     assert found[0].known, found[0].why
     recorded = json.loads(folder.communication_file.read_text())["total"]
@@ -319,7 +319,7 @@ def test_a_layout_is_chosen_said_and_run(
     )  # fmt: skip
     assert code == 0
     folder = RunFolder(tmp_path / "run")
-    found = forecast.read(folder)
+    found = forecast.read_forecast(folder)
     assert found is not None
     told = found[0]
     spec = folder.load()
@@ -338,7 +338,9 @@ def test_a_run_without_measurements_says_so_and_runs(
 ) -> None:
     """A machine is measured by a command for it alone: a run once did so after its last step."""
     monkeypatch.setattr("hocket.jobs.machine.kept", lambda *_: None)
-    monkeypatch.setattr("hocket.jobs.probe.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "hocket.jobs.probe.measure_machine", lambda *_, **__: pytest.fail("measured")
+    )
     for cluster, why in (("auto", "was not measured"), ("none", "--cluster none")):
         run = tmp_path / cluster
         code = main(
@@ -346,7 +348,7 @@ def test_a_run_without_measurements_says_so_and_runs(
         )
         assert code == 0
         assert ("hocket probe --quick" in capsys.readouterr().out) == (cluster == "auto")
-        found = forecast.read(RunFolder(run))
+        found = forecast.read_forecast(RunFolder(run))
         assert found is not None
         assert why in found[0].why
         assert found[1] is None
@@ -372,7 +374,7 @@ def test_measurements_of_another_machine_are_refused(
     file = tmp_path / "other.toml"
     known = here()
     other = dataclasses.replace(known, host=dataclasses.replace(known.host, name="elsewhere"))
-    machine.save(machine.cluster_of(other), file)
+    machine.save_machine(machine.measured_cluster(other), file)
     asked = ["train", "tiny-llama", "--data", text, "--cluster", str(file)]
     assert main(asked) == 2
     assert "was measured on elsewhere" in capsys.readouterr().err
@@ -386,17 +388,17 @@ def test_threads_are_no_choice(text: str) -> None:
 
 
 def test_a_flag_wins_over_the_file_that_asks_for_a_choice(tmp_path: Path) -> None:
-    from hocket.cli.train import read
+    from hocket.cli.train import read_train_flags
 
     file = tmp_path / "job.toml"
     file.write_text('model = "tiny-llama"\nlayout = "auto"\nschedule = "gpipe"\n')
-    asked = request(read(["--config", str(file)])[1])
+    asked = request(read_train_flags(["--config", str(file)])[1])
     assert asked.auto
     assert asked.layout.schedule == "gpipe"
-    given = request(read(["--config", str(file), "--layout", "dp2"])[1])
+    given = request(read_train_flags(["--config", str(file), "--layout", "dp2"])[1])
     assert not given.auto
     assert given.layout.dp == 2
     file.write_text('model = "tiny-llama"\nlayout = "dp4.tp2"\n')
-    again = request(read(["--config", str(file), "--layout", "auto"])[1])
+    again = request(read_train_flags(["--config", str(file), "--layout", "auto"])[1])
     assert again.auto
     assert again.layout.world_size == 1

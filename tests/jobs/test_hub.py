@@ -24,12 +24,12 @@ def repos(tmp_path: Path) -> tuple[Repo, Repo]:
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hocket.training.tokenizer import resolve
+    from hocket.training.tokenizer import resolve_tokenizer
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**LLAMA, "vocab_size": 257})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "made")
-    resolve("bytes", model_dir=None).save(tmp_path / "made")
+    resolve_tokenizer("bytes", model_dir=None).save(tmp_path / "made")
     rows = "".join(json.dumps({"text": TEXT[i : i + 200]}) + "\n" for i in range(0, 9000, 200))
     return (
         Repo("org/tiny", folder(tmp_path / "made")),

@@ -72,9 +72,9 @@ def test_the_run_folder_is_complete(run: Path) -> None:
 
 
 def test_theory_equals_the_recording(run: Path, ranks) -> None:  # type: ignore[no-untyped-def]
-    from hocket.jobs.expected_communication import compared
+    from hocket.jobs.expected_communication import compare_communication
 
-    found = compared(ranks.launcher, RunFolder(run))
+    found = compare_communication(ranks.launcher, RunFolder(run))
     assert {row["axis"] for row in found} >= {"tp", "dp", "model", "world"}
     assert all(row["equal"] for row in found), found
 
@@ -211,7 +211,7 @@ def test_check_exits_1_where_something_differs(
             ),
         ),
     )  # fmt: skip
-    monkeypatch.setattr("hocket.jobs.check.check", lambda *_, **__: report)
+    monkeypatch.setattr("hocket.jobs.check.check_layout", lambda *_, **__: report)
     assert main(["check", "tiny-llama", "--layout", "tp2"]) == 1
     said = capsys.readouterr().out
     assert "NOT equal" in said

@@ -135,7 +135,7 @@ def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
     assert (quiet.disturbed, loud.disturbed) == (False, True)
     entries, torn = ledger.read_ledger()
     assert torn == 0
-    told = ledger.text(entries, torn, "axis", 5)
+    told = ledger.ledger_text(entries, torn, "axis", 5)
     assert told.count("0.8 cores") == 1
     assert "0.1 cores" not in told
     with pytest.raises(TypeError):
@@ -167,7 +167,7 @@ def test_errors_by_axis_and_machine() -> None:
         entry("dp2.pp2", 1.2),
         entry("dp2", None),
     ]
-    rows = {row["group"]: row for row in ledger.errors(entries, "axis")}
+    rows = {row["group"]: row for row in ledger.ledger_errors(entries, "axis")}
     assert list(rows) == ["dp", "pp", "all"]
     assert rows["dp"]["runs"] == 3
     assert rows["dp"]["predicted"] == 2
@@ -175,10 +175,10 @@ def test_errors_by_axis_and_machine() -> None:
     assert rows["pp"]["step_seconds"]["error"] == pytest.approx(0.25)
     assert rows["pp"]["step_seconds"]["bias"] == pytest.approx(-0.05)
     assert rows["all"]["memory"] == pytest.approx({"count": 3, "error": 0.1, "bias": -0.1})
-    machines = [row["group"] for row in ledger.errors(entries, "machine")]
+    machines = [row["group"] for row in ledger.ledger_errors(entries, "machine")]
     assert machines == ["2 cores (abcd)", "4 cores (efgh)", "all"]
     with pytest.raises(OptionError) as wrong:
-        ledger.errors(entries, "machin")
+        ledger.ledger_errors(entries, "machin")
     assert wrong.value.hint == "did you mean 'machine'?"
 
 

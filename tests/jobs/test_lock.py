@@ -16,7 +16,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import lock, prepare
-from hocket.jobs.export import export
+from hocket.jobs.export import export_run
 from hocket.jobs.request import request
 from hocket.spec.errors import RunFolderError
 
@@ -72,11 +72,11 @@ def test_a_server_and_an_export_beside_a_run_are_locked_too(
     from types import SimpleNamespace
     from typing import Any
 
-    from hocket.jobs.serving.start import run_folder
+    from hocket.jobs.serving.start import server_folder
 
     asked: Any = SimpleNamespace(request=SimpleNamespace(run=tmp_path / "run"), name="x")
     with pytest.raises(RunFolderError, match=f"process {other.pid} "):
-        run_folder(asked)
+        server_folder(asked)
     with lock.export_locked(tmp_path / "out"):
         aside = tmp_path / ".out.writing"
         assert (aside / lock.NAME).exists()
@@ -94,7 +94,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(
     with lock.locked(folder, "train"):
         assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
         with lock.locked(folder, "train"):  # within one process it is one lock
-            lock.check(folder)
+            lock.reject_locked(folder)
     assert not list(folder.glob(".lock*"))
 
 
@@ -133,7 +133,7 @@ def test_the_lock_of_another_host_is_taken_over_by_hand(
 def test_a_file_that_is_no_lock_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / lock.NAME).write_text(text, encoding="latin-1")
     with pytest.raises(RunFolderError, match="cannot be read as a lock"):
-        lock.check(tmp_path)
+        lock.reject_locked(tmp_path)
 
 
 def test_what_was_made_for_a_lock_goes_with_it(tmp_path: Path) -> None:
@@ -190,12 +190,12 @@ def test_two_runs_without_a_name_get_folders_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked = request({"model": "tiny-llama"})
-    first, second = prepare.run_folder(asked), prepare.run_folder(asked)
+    first, second = prepare.train_folder(asked), prepare.train_folder(asked)
     assert (first.path.name, second.path.name) == ("tiny-llama-1", "tiny-llama-2")
 
 
 @pytest.mark.train
 def test_an_export_that_fails_leaves_no_lock(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="holds no run"):
-        export(tmp_path / "run", tmp_path / "out")
+        export_run(tmp_path / "run", tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -14,10 +14,10 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import forecast, link_prices, machine, prepare
 from hocket.jobs import plan as job
-from hocket.jobs.measured_cluster import cluster_of
+from hocket.jobs.measured_cluster import measured_cluster
 from hocket.jobs.request import request
-from hocket.jobs.validate import validate
-from hocket.models.source import resolve
+from hocket.jobs.validate import validate_layout
+from hocket.models.source import resolve_model
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec
@@ -36,47 +36,51 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("HOCKET_LEDGER", "")
-        machine.save(cluster_of(here()), folder / "cluster.toml")
+        machine.save_machine(measured_cluster(here()), folder / "cluster.toml")
         yield str(folder / "cluster.toml")
 
 
 def run_spec() -> RunSpec:
     """Of the job that is planned, as `hocket compare` prices it."""
-    source = resolve("tiny-llama", weights=False)
+    source = resolve_model("tiny-llama", weights=False)
     asked = request({"model": "tiny-llama", **SIZES, "device": "cpu"})
     config = prepare.trained_config(source, 257, 256)  # of bytes and their end
-    return prepare.spec_of(source, asked, Layout(), config, "train")
+    return prepare.job_spec(source, asked, Layout(), config, "train")
 
 
 def test_adapters_are_planned_as_they_are_foretold(cluster: str) -> None:
     adapters = {"lora_rank": 4, "lora_targets": "q_proj-v_proj"}
-    whole = job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2")
-    found = job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2", **adapters)
+    whole = job.plan_training("tiny-llama", cluster=cluster, **SIZES, layout="dp2")
+    found = job.plan_training("tiny-llama", cluster=cluster, **SIZES, layout="dp2", **adapters)
     assert any(note.startswith("LoRA: ") for note in found.notes)
-    assert shlex.join(job.command(found)).endswith("--lora-rank 4 --lora-targets q_proj-v_proj")
+    assert shlex.join(job.train_command(found)).endswith(
+        "--lora-rank 4 --lora-targets q_proj-v_proj"
+    )
     assert found.best.step_seconds.median < 0.9 * whole.best.step_seconds.median
     # Of a model of 1.8M parameters two moments; gradients come when activations have gone.
     assert whole.best.memory - found.best.memory > 8 * 1.7e6
     spec = run_spec()
     options = dataclasses.replace(spec.options, **adapters)
     one = dataclasses.replace(spec, layout=found.best.layout, options=options)
-    assert forecast.forecast(one, cluster).step_seconds == found.best.step_seconds.median
+    assert forecast.forecast_run(one, cluster).step_seconds == found.best.step_seconds.median
     spared = dataclasses.replace(one, layout=Layout.parse("dp2:zero=3"))
-    told = forecast.forecast(spared, cluster)
+    told = forecast.forecast_run(spared, cluster)
     assert told.known, told.why
     assert max(told.peak_bytes) < found.best.memory
-    kept = job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2:zero=2", lora_rank=4)
+    kept = job.plan_training(
+        "tiny-llama", cluster=cluster, **SIZES, layout="dp2:zero=2", lora_rank=4
+    )
     assert kept.best.layout.zero == 2
 
 
 def test_it_says_what_a_run_is_foretold(cluster: str) -> None:
-    found = job.plan("tiny-llama", cluster=cluster, **SIZES, top=5)
+    found = job.plan_training("tiny-llama", cluster=cluster, **SIZES, top=5)
     assert found.precision == "fp32"
     assert found.machine.startswith("2 cores of")
     assert len(found.layouts) == 5
     spec = run_spec()
     for one in found.layouts:
-        told = forecast.forecast(dataclasses.replace(spec, layout=one.layout), cluster)
+        told = forecast.forecast_run(dataclasses.replace(spec, layout=one.layout), cluster)
         assert one.step_seconds.low == one.step_seconds.median == told.step_seconds
         assert one.memory == max(told.peak_bytes)
         assert one.bubble == told.bubble
@@ -84,13 +88,13 @@ def test_it_says_what_a_run_is_foretold(cluster: str) -> None:
 
 
 def test_it_chooses_what_layout_auto_chooses(cluster: str) -> None:
-    found = job.plan("tiny-llama", cluster=cluster, **SIZES)
-    spec, source = run_spec(), resolve("tiny-llama", weights=False)
-    told, _ = forecast.chosen(
+    found = job.plan_training("tiny-llama", cluster=cluster, **SIZES)
+    spec, source = run_spec(), resolve_model("tiny-llama", weights=False)
+    told, _ = forecast.best_forecast(
         spec,
         here(),
         (),
-        legal=lambda one: validate(source.dimensions, one, spec.workload),
+        legal=lambda one: validate_layout(source.dimensions, one, spec.workload),
     )
     assert str(found.best.layout) == told.layout
     assert found.best.step_seconds.median == told.step_seconds
@@ -106,25 +110,25 @@ def test_it_plans_the_model_that_train_would_make(
         {"model": "tiny-llama", **SIZES, "device": "cpu", "data": [str(data)], "layout": "auto",
          "cluster": cluster}
     )  # fmt: skip
-    made = prepare.plan(asked)
+    made = prepare.prepare_job(asked)
     folder = RunFolder(tmp_path / "run")
     (tmp_path / "run").mkdir()
     _, _, config = prepare.data(made, folder)
-    spec = prepare.spec_of(made.source, asked, Layout(), config, "train")
-    told, _ = forecast.chosen(
+    spec = prepare.job_spec(made.source, asked, Layout(), config, "train")
+    told, _ = forecast.best_forecast(
         spec,
         here(),
         (),
-        legal=lambda one: validate(made.source.dimensions, one, spec.workload),
+        legal=lambda one: validate_layout(made.source.dimensions, one, spec.workload),
     )
-    found = job.plan("tiny-llama", cluster=cluster, **SIZES)
+    found = job.plan_training("tiny-llama", cluster=cluster, **SIZES)
     assert found.best.step_seconds.median == pytest.approx(told.step_seconds)
     assert str(found.best.layout) == told.layout
     assert any("257 ids" in note for note in found.notes)
 
 
 def test_pins_are_kept(cluster: str) -> None:
-    found = job.plan("tiny-llama", cluster=cluster, **SIZES, pin=["pp=2", "microbatch=4"])
+    found = job.plan_training("tiny-llama", cluster=cluster, **SIZES, pin=["pp=2", "microbatch=4"])
     assert found.layouts
     for one in found.layouts:
         assert (one.layout.pp, one.microbatch) == (2, 4)
@@ -132,7 +136,7 @@ def test_pins_are_kept(cluster: str) -> None:
 
 
 def test_the_least_memory_comes_first_where_it_is_asked_for(cluster: str) -> None:
-    least = job.plan("tiny-llama", cluster=cluster, **SIZES, objective="memory", top=200)
+    least = job.plan_training("tiny-llama", cluster=cluster, **SIZES, objective="memory", top=200)
     assert least.num_legal == len(least.layouts) == least.num_fitting
     held = [one.memory for one in least.layouts]
     assert held == sorted(held)
@@ -176,7 +180,7 @@ def test_what_cannot_be_is_refused(
 
 def test_what_fits_nowhere_is_refused_with_the_least_that_it_needs(cluster: str) -> None:
     with pytest.raises(HocketError, match="fits in no layout of this machine: the least is"):
-        job.plan("llama-3-8b", cluster=cluster, seq_len=64, global_batch=2)
+        job.plan_training("llama-3-8b", cluster=cluster, seq_len=64, global_batch=2)
 
 
 def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None:
@@ -186,7 +190,7 @@ def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None
     by_hand = Path(cluster).with_name("hand.toml")
     by_hand.write_text(head)
     with pytest.raises(HocketError, match="CPU cores without measurements"):
-        job.plan("tiny-llama", cluster=str(by_hand), **SIZES)
+        job.plan_training("tiny-llama", cluster=str(by_hand), **SIZES)
 
 
 def test_links_of_cores_carry_what_a_run_counts(
@@ -194,7 +198,7 @@ def test_links_of_cores_carry_what_a_run_counts(
 ) -> None:
     layout = Layout.parse("dp2.tp2:microbatches=2")
     found = link_prices.links("tiny-llama", cluster=cluster, layout=layout, **SIZES)
-    told = forecast.forecast(dataclasses.replace(run_spec(), layout=layout), cluster)
+    told = forecast.forecast_run(dataclasses.replace(run_spec(), layout=layout), cluster)
     assert found.step_seconds == told.step_seconds
     assert found.pool is None
     for one in found.axes:

@@ -14,7 +14,7 @@ from hocket.jobs import memory
 from hocket.launch import Launcher
 from hocket.probing import devices
 from hocket.runtime import host_memory
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
@@ -35,7 +35,7 @@ def test_what_this_machine_cannot_hold_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks once started and were killed, as nothing compared the prediction with the machine."""
-    monkeypatch.setattr(host_memory, "free_memory", lambda: 60 * 10**6)
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 60 * 10**6)
     assert train(tmp_path, "--microbatches", "1") == 2
     error = capsys.readouterr().err
     assert "on its 1 rank, and this machine has 60 MB of memory free; fits at" in error
@@ -47,7 +47,7 @@ def test_what_this_machine_cannot_hold_is_rejected(
 def test_what_no_layout_makes_fit_names_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_memory, "free_memory", lambda: 10**6)
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 10**6)
     assert train(tmp_path, "--layout", "dp2") == 2
     assert "hint: hocket plan tiny-llama --cluster 8xH100" in capsys.readouterr().err
 
@@ -70,7 +70,7 @@ def gpu_job(layout: str) -> tuple[RunSpec, str]:
         workload=Workload(seq_len=64, global_batch=64, dtype="bf16"),
         options=TrainOptions(device="cuda", dropout=0.0),
     )
-    return spec, str(build(spec.layout, spec.layout.microbatches or 1))
+    return spec, str(build_schedule(spec.layout, spec.layout.microbatches or 1))
 
 
 @pytest.mark.parametrize("layout", ["dp1:microbatches=1", "dp2:microbatches=1"])
@@ -80,18 +80,18 @@ def test_what_gpus_cannot_hold_is_rejected_before_ranks_start(
     """On CUDA nothing was compared with the memory of the devices."""
     spec, schedule = gpu_job(layout)
     with Launcher("cpu") as launcher:
-        monkeypatch.setattr(devices, "free_memory", lambda count: 10**12)
-        rows = memory.require(launcher, spec, schedule)
+        monkeypatch.setattr(devices, "free_device_memory", lambda count: 10**12)
+        rows = memory.require_memory(launcher, spec, schedule)
         assert rows is not None
         peak = max(row["total"] for row in rows)
-        monkeypatch.setattr(devices, "free_memory", lambda count: int(peak * 1.04))
+        monkeypatch.setattr(devices, "free_device_memory", lambda count: int(peak * 1.04))
         with pytest.raises(LayoutError, match="what is free on its GPU less 5%; fits at") as error:
-            memory.require(launcher, spec, schedule)
+            memory.require_memory(launcher, spec, schedule)
         fix = (error.value.hint or "").removeprefix("--layout ")
         other = dataclasses.replace(spec, layout=Layout.parse(fix))
         assert other.layout.microbatches in (2, 4, 8, 16, 32, 64)
-        assert memory.require(
-            launcher, other, str(build(other.layout, other.layout.microbatches or 1))
+        assert memory.require_memory(
+            launcher, other, str(build_schedule(other.layout, other.layout.microbatches or 1))
         )
         folder = RunFolder(tmp_path / "run")
         folder.create(spec)
@@ -99,5 +99,5 @@ def test_what_gpus_cannot_hold_is_rejected_before_ranks_start(
         changed, _ = memory.fitted(launcher, folder, spec, accumulate=True)
         assert folder.load() == changed
         assert changed.layout == other.layout
-        monkeypatch.setattr(devices, "free_memory", lambda count: None)
-        assert memory.require(launcher, spec, schedule) is None
+        monkeypatch.setattr(devices, "free_device_memory", lambda count: None)
+        assert memory.require_memory(launcher, spec, schedule) is None

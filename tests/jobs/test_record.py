@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.jobs.record import JobRecorder
-from hocket.reporting.record import read
+from hocket.reporting.record import read_run
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 
@@ -26,4 +26,4 @@ def test_steps_that_compile_are_no_steps(tmp_path: Path, compiled: bool, median:
         rows.append(f'{{"step": {step}, "step_seconds": {seconds}, "layout": "dp1"}}\n')
     folder.metrics_file.write_text("".join(rows))
     assert record.summary(folder).step_seconds == median
-    assert read(folder.path).step_seconds == median
+    assert read_run(folder.path).step_seconds == median

@@ -294,5 +294,5 @@ def test_folders_of_killed_servers_are_swept_and_no_others(tmp_path: Path) -> No
              "hocket-driver-x-c": True, "other": True}  # fmt: skip
     for name in names:
         (tmp_path / name).mkdir()
-    module.sweep(tmp_path)
+    module.sweep_folders(tmp_path)
     assert {name: (tmp_path / name).exists() for name in names} == names

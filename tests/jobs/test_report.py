@@ -124,7 +124,7 @@ def test_a_schedule_that_cannot_be_played_costs_only_its_own_bubble(tmp_path: Pa
     run = make(tmp_path / "run")
     schedule = (run / "schedule.txt").read_text()
     (run / "schedule.txt").write_text(schedule.replace("0F0,", ""))
-    (found,) = report.records([run])
+    (found,) = report.report_records([run])
     assert report.own_bubble(found) is None
     assert "<main" in report.html([found])
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.reporting.record import read
+from hocket.reporting.record import read_run
 from hocket.spec.run import RunFolder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(240)]
@@ -43,16 +43,16 @@ def alone(text: str, tmp_path_factory: pytest.TempPathFactory, ranks) -> Rows:  
     """Eight steps of one process, never interrupted."""
     from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
-    from hocket.jobs.train import launch, prepare, prepared
+    from hocket.jobs.train import launch_ranks, prepare, prepare_run
 
     run = tmp_path_factory.mktemp("alone") / "run"
     values = {
         "model": "tiny-gpt2", "data": text, "run": run, "dropout": 0.0, "seq_len": 32,
         "global_batch": 8, "lr": 1e-3, "min_lr": 1e-3, "warmup": 0, "eval_batches": 1, "steps": 8,
     }  # fmt: skip
-    job, record = prepare.plan(request(values)), JobRecorder()
+    job, record = prepare.prepare_job(request(values)), JobRecorder()
     folder = RunFolder(run)
-    launch(ranks.launcher, folder, prepared(job, folder, record), record, cluster="none")
+    launch_ranks(ranks.launcher, folder, prepare_run(job, folder, record), record, cluster="none")
     return rows(run)
 
 
@@ -79,7 +79,7 @@ def test_a_run_goes_on_in_one_layout_after_another(
     assert "from step 3 on the layout is pp2:schedule=gpipe,microbatches=4" in said
 
     # What is told of the run is told of the layout that it has now; what was before is kept.
-    record = read(run)
+    record = read_run(run)
     assert [stretch[1:] for stretch in record.stretches] == [(1, 2), (3, 4), (5, 6), (7, 8)]
     assert record.measured is not None
     assert record.measured.num_ranks == 2
@@ -88,7 +88,7 @@ def test_a_run_goes_on_in_one_layout_after_another(
     assert record.notes[0].startswith("steps 1 to 2 in dp2.tp2:microbatches=1,zero=1, ")
     assert main(["report", str(run), "--format", "text"]) == 0
     assert "steps 7 to 8 in tp2:microbatches=1" in capsys.readouterr().out
-    before = read(run / "earlier" / "1")
+    before = read_run(run / "earlier" / "1")
     assert (str(before.layout), before.steps_done) == ("dp2.tp2:microbatches=1,zero=1", 2)
     assert before.measured is not None
     assert before.measured.num_ranks == 4

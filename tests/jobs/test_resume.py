@@ -14,8 +14,8 @@ from hocket.catalogue import models as catalogue
 from hocket.jobs import resume
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import JobRequest, request
-from hocket.jobs.train import resumed, train
-from hocket.schedules.registry import build
+from hocket.jobs.train import resumed, train_model
+from hocket.schedules.registry import build_schedule
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
@@ -44,7 +44,7 @@ def make(path: Path, layout: str = OWN, **options: Any) -> Path:
         options=TrainOptions(**{"steps": 6, "save_every": 3, "device": "cpu", **options}),
     )
     folder.create(spec)
-    folder.schedule_file.write_text(str(build(spec.layout, spec.layout.microbatches or 1)))
+    folder.schedule_file.write_text(str(build_schedule(spec.layout, spec.layout.microbatches or 1)))
     rows = [{"step": step, "loss": 4.0, "layout": layout} for step in (1, 2, 3)]
     folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder.memory_file.write_text("[]")
@@ -83,9 +83,11 @@ def contents(run: Path) -> dict[Path, bytes]:
     ],
 )
 def test_the_layout_that_is_asked_for(tmp_path: Path, given: dict[str, Any], layout: str) -> None:
-    found = resume.plan(asked(make(tmp_path / "run"), **given))
+    found = resume.resume_job(asked(make(tmp_path / "run"), **given))
     assert str(found.job.layout) == layout
-    assert found.job.schedule == build(found.job.layout, found.job.layout.microbatches or 1)
+    assert found.job.schedule == build_schedule(
+        found.job.layout, found.job.layout.microbatches or 1
+    )
     assert found.step == 3
 
 
@@ -119,7 +121,7 @@ def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(
     run = make(tmp_path / "run")
     before = contents(run)
     with pytest.raises(HocketError) as error:
-        train(asked(run, **given))
+        train_model(asked(run, **given))
     assert said in error.value.message
     assert hint in (error.value.hint or "")
     assert contents(run) == before
@@ -138,10 +140,13 @@ def test_ranks_of_another_launcher_are_as_many_as_the_layout_has(
 ) -> None:
     run = make(tmp_path / "run")
     with pytest.raises(HocketError) as error:
-        resume.plan(asked(run, **given), world_size=2)
+        resume.resume_job(asked(run, **given), world_size=2)
     assert said in error.value.message
     assert hint in (error.value.hint or "")
-    assert str(resume.plan(asked(run, layout="tp2"), world_size=2).job.layout.axes_text()) == "tp2"
+    assert (
+        str(resume.resume_job(asked(run, layout="tp2"), world_size=2).job.layout.axes_text())
+        == "tp2"
+    )
 
 
 def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
@@ -149,7 +154,7 @@ def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
     before, files = RunFolder(run).load(), contents(run)
     said: list[str] = []
     record = JobRecorder(lambda event: said.append(event["text"]))
-    spec = resume.write(resume.plan(asked(run, layout="tp2", eval_every=7)), record)
+    spec = resume.write_resumed(resume.resume_job(asked(run, layout="tp2", eval_every=7)), record)
     assert (str(spec.layout), spec.options.eval_every) == ("tp2:microbatches=1", 7)
     assert spec.options.timeline_step is None, "step 2 is over: of the new layout another one"
     assert RunFolder(run).load() == spec
@@ -163,13 +168,13 @@ def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
         assert file.read_bytes() == files[run / file.name]
     # In the same layout nothing moves.
     RunFolder(run).memory_file.write_text("[1]")
-    resume.write(resume.plan(asked(run, layout="tp2")), record)
+    resume.write_resumed(resume.resume_job(asked(run, layout="tp2")), record)
     assert len(said) == 1
     assert RunFolder(run).memory_file.read_text() == "[1]"
-    resume.write(resume.plan(asked(run, layout="dp2")), record)
+    resume.write_resumed(resume.resume_job(asked(run, layout="dp2")), record)
     assert RunFolder(run / "earlier" / "2").load().layout == spec.layout
     # Where nothing was recorded, as by a layout that was left before its first step.
-    resume.write(resume.plan(asked(run, layout="pp2")), record)
+    resume.write_resumed(resume.resume_job(asked(run, layout="pp2")), record)
     assert said[2] == "from step 4 on the layout is pp2:microbatches=4"
     assert len(list((run / "earlier").iterdir())) == 2
 
@@ -181,7 +186,7 @@ def test_a_run_that_ends_before_its_next_step_gets_everything_back(tmp_path: Pat
 
     def ended(*steps: int) -> None:
         with resume.unresumed_is_as_it_was(wish, record):
-            resume.write(resume.plan(wish), JobRecorder())
+            resume.write_resumed(resume.resume_job(wish), JobRecorder())
             folder = RunFolder(run)
             folder.forecast_file.write_text("{}")  # as ranks and forecasts would
             folder.metrics_file.write_text("")
@@ -210,19 +215,19 @@ def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (config, job.request.options.save_every) == (spec.config, 3)
         assert {"layout", "zero"} <= job.request.given
         chosen = dataclasses.replace(job.request.layout, dp=2)
-        placed = prepare.placed(job, chosen)
+        placed = prepare.job_in_layout(job, chosen)
         return (Forecast.none(str(placed.layout), "nobody asked"), None), placed
 
-    monkeypatch.setattr(forecast_policy, "choose", choose)
+    monkeypatch.setattr(forecast_policy, "auto_layout", choose)
     from hocket.training import data
     from hocket.training.tokenizer import byte_tokenizer
 
     run = make(tmp_path / "run")
     (tmp_path / "text.txt").write_text("some text " * 100)
     sizes = {"seq_len": 32, "global_batch": 16}
-    data.prepare(run / "data", byte_tokenizer(), [tmp_path / "text.txt"], **sizes)
+    data.prepare_data(run / "data", byte_tokenizer(), [tmp_path / "text.txt"], **sizes)
     spec = RunFolder(run).load()
-    found = resume.plan(asked(run, layout="auto", zero=2))
+    found = resume.resume_job(asked(run, layout="auto", zero=2))
     written = resumed(found, JobRecorder(), launcher=None)  # type: ignore[arg-type]
     assert str(written.layout) == "dp2:microbatches=1,zero=2"
     told = Forecast.from_json(RunFolder(run).forecast_file.read_text())
@@ -239,12 +244,12 @@ def test_a_crash_between_two_files_leaves_a_run_that_goes_on(
     if torn is None:
         file.unlink()
     elif torn:
-        file.write_text(str(build(Layout.parse("pp2:schedule=1f1b"), 4)))
+        file.write_text(str(build_schedule(Layout.parse("pp2:schedule=1f1b"), 4)))
     else:
         file.write_text(torn)
-    found = resume.plan(asked(run))
-    assert found.job.schedule == build(found.spec.layout, 4)
-    resume.write(found, JobRecorder())
+    found = resume.resume_job(asked(run))
+    assert found.job.schedule == build_schedule(found.spec.layout, 4)
+    resume.write_resumed(found, JobRecorder())
     assert file.read_text() == str(found.job.schedule)
 
 
@@ -257,17 +262,17 @@ def test_messages_of_an_earlier_version_are_ordered_again(tmp_path: Path) -> Non
     late = now.replace(early, "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1")
     assert late != now
     file.write_text(late)
-    assert str(resume.plan(asked(run)).job.schedule) == now
+    assert str(resume.resume_job(asked(run)).job.schedule) == now
 
 
 def test_a_schedule_file_is_needed_only_once(tmp_path: Path) -> None:
     written = tmp_path / "mine.txt"
-    written.write_text(str(build(Layout.parse("pp2:schedule=zero-bubble"), 4)))
+    written.write_text(str(build_schedule(Layout.parse("pp2:schedule=zero-bubble"), 4)))
     run = make(tmp_path / "run", f"pp2:schedule={written},microbatches=4")
-    kept = resume.plan(asked(run)).job.schedule
+    kept = resume.resume_job(asked(run)).job.schedule
     written.unlink()
-    assert resume.plan(asked(run)).job.schedule == kept
+    assert resume.resume_job(asked(run)).job.schedule == kept
     RunFolder(run).schedule_file.unlink()
     with pytest.raises(HocketError, match="unknown schedule"):
-        resume.plan(asked(run))
-    assert str(resume.plan(asked(run, layout="pp2")).job.layout) == "pp2:microbatches=4"
+        resume.resume_job(asked(run))
+    assert str(resume.resume_job(asked(run, layout="pp2")).job.layout) == "pp2:microbatches=4"

@@ -157,7 +157,7 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
     assert (spec.command, spec.layout.dp, spec.serving.max_model_len) == ("serve", 2, 128)
     assert ServingMeasured.from_json((run / "measured.json").read_text()).requests == 4
     assert "none" in ServingForecast.from_json((run / "forecast.json").read_text()).why
-    (entered,) = [one for one in ledger.read_all()[1] if one.run == str(run.resolve())]
+    (entered,) = [one for one in ledger.read_all_entries()[1] if one.run == str(run.resolve())]
     assert (entered.layout, entered.requests, entered.predicted) == ("dp2", 4, None)
     assert entered.measured.cache_tokens
     assert json.loads((run / "others.json").read_text()) == {"cores": entered.others}
@@ -350,7 +350,7 @@ def test_a_server_that_is_ended_before_it_is_ready_leaves_no_run(
     assert "ended before it was ready; no run was recorded" in notes
     assert run.exists() == there
     assert not any((run / name).exists() for name in ("run.json", "forecast.json", "measured.json"))
-    assert not [one for one in ledger.read_all()[1] if one.run == str(run.resolve())]
+    assert not [one for one in ledger.read_all_entries()[1] if one.run == str(run.resolve())]
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_run(

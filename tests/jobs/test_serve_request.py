@@ -283,9 +283,9 @@ def test_a_folder_that_holds_a_run(
 
 
 def test_loopback() -> None:
-    assert serve_request.is_loopback("127.0.0.1")
-    assert serve_request.is_loopback("127.3.2.1")
-    assert serve_request.is_loopback("::1")
-    assert serve_request.is_loopback("localhost")
-    assert not serve_request.is_loopback("192.168.0.1")
-    assert not serve_request.is_loopback("")
+    assert serve_request.is_loopback_host("127.0.0.1")
+    assert serve_request.is_loopback_host("127.3.2.1")
+    assert serve_request.is_loopback_host("::1")
+    assert serve_request.is_loopback_host("localhost")
+    assert not serve_request.is_loopback_host("192.168.0.1")
+    assert not serve_request.is_loopback_host("")

@@ -38,7 +38,7 @@ def test_what_a_rank_may_take_is_known_before_ranks_start(
 
 
 def test_a_rank_asks_for_no_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 10_000_000_000)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 10_000_000_000)
     memory.require_room(5_000_000_000, 2)
     with pytest.raises(
         OptionError, match=r"5 GB on each of 3 ranks .* 10 GB .* 3.33 GB a"

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import ledger
-from hocket.reporting.table import columns
+from hocket.reporting.table import text_width
 from hocket.spec.ledger import SERVED_FIGURES, LedgerEntry, ServedEntry
 from tests.jobs.test_ledger import entry
 from tests.reporting.run_folders import make
@@ -72,14 +72,14 @@ def test_servers_stand_apart_from_training_runs(tmp_path: Path, file: Path) -> N
     ledger.append(folder(tmp_path / "other", forecast=off))
     with file.open("a") as lines:
         lines.write('{"command": "serve"}\n')
-    runs, servers, torn = ledger.read_all()
+    runs, servers, torn = ledger.read_all_entries()
     assert ([type(one) for one in runs], len(servers), torn) == ([LedgerEntry], 2, 1)
     assert ledger.read_ledger() == (runs, 1)
-    rows = {row["group"]: row for row in ledger.errors(servers, "axis", SERVED_FIGURES)}
+    rows = {row["group"]: row for row in ledger.ledger_errors(servers, "axis", SERVED_FIGURES)}
     assert list(rows) == ["dp", "all"]
     assert rows["dp"]["runs"] == 2
     assert rows["dp"]["cache_tokens"] == {"count": 2, "error": 0.5, "bias": 0.5}
-    (machine, _) = ledger.errors(servers, "machine", SERVED_FIGURES)
+    (machine, _) = ledger.ledger_errors(servers, "machine", SERVED_FIGURES)
     assert "cores of" in machine["group"]
 
 
@@ -109,14 +109,14 @@ def test_the_command_shows_both(
 
 def test_columns_stay_under_each_other_whatever_names_are_written_in() -> None:
     names = ["한글모델", "plain", unicodedata.normalize("NFD", "모델"), "модель"]
-    said = ledger.text([entry(model=name) for name in names], 0, "model", 9).splitlines()
+    said = ledger.ledger_text([entry(model=name) for name in names], 0, "model", 9).splitlines()
     for mark, count in (("10.0%", 5), ("dp2", 4)):
-        places = [columns(line[: line.index(mark)]) for line in said if mark in line]
+        places = [text_width(line[: line.index(mark)]) for line in said if mark in line]
         assert len(places) == count
         assert len(set(places)) == 1
 
 
 def test_a_model_of_a_run_folder_is_called_as_the_run(tmp_path: Path) -> None:
-    told = ledger.text([entry(model="/runs/mine/model")], 0, "axis", 9)
+    told = ledger.ledger_text([entry(model="/runs/mine/model")], 0, "axis", 9)
     (line,) = (line for line in told.splitlines() if line.startswith("20"))
     assert " mine " in line

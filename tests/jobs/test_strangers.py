@@ -45,11 +45,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
          "packing": "across", "eval_fraction": 0.3,
          "chat_template_file": str(here / "template.jinja"), **SIZES}
     )  # fmt: skip
-    job = prepare.plan(wanted)
-    folder = prepare.run_folder(wanted)
+    job = prepare.prepare_job(wanted)
+    folder = prepare.train_folder(wanted)
     _, tokens, config = prepare.data(job, folder)
     assert tokens.flags
-    prepare.write(prepare.fitted_to(job, tokens), folder, config, "train")
+    prepare.write_run(prepare.fitted_to(job, tokens), folder, config, "train")
     checkpoint = folder.checkpoints / "step-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
@@ -64,7 +64,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def goes_on(run: Path, **given: Any) -> None:
     """What `hocket train --resume` does before ranks start."""
-    found = resume.plan(request({"model": run, "run": run, "resume": True, **given}))
+    found = resume.resume_job(request({"model": run, "run": run, "resume": True, **given}))
     resumed(found, JobRecorder(None), launcher=None)  # type: ignore[arg-type]
 
 
@@ -142,7 +142,7 @@ def test_a_folder_without_checksums_goes_on_and_gets_them(run: Path) -> None:
     del old["files"], old["crc32"]
     manifest.write_text(json.dumps(old))
     notes: list[dict[str, Any]] = []
-    found = resume.plan(request({"model": run, "run": run, "resume": True}))
+    found = resume.resume_job(request({"model": run, "run": run, "resume": True}))
     resumed(found, JobRecorder(notes.append), launcher=None)  # type: ignore[arg-type]
     assert any("without checksums" in str(event.get("text")) for event in notes)
     file = run / "data" / "tokens.bin"
@@ -204,17 +204,17 @@ def test_a_resume_runs_code_by_its_own_flag_alone(
     assert "--trust-remote-code" in capsys.readouterr().err
     assert not (tmp_path / "executed").exists()
     asked = {"model": evil, "run": evil, "resume": True, "trust_remote_code": True}
-    assert resume.plan(request(asked)).job.source.code == evil / "model"
+    assert resume.resume_job(request(asked)).job.source.code == evil / "model"
 
 
 def test_ranks_run_code_by_the_flag_of_the_command_alone(evil: Path) -> None:
-    from hocket.models.source import of_run
+    from hocket.models.source import run_source
 
     folder = RunFolder(evil)
     with pytest.raises(ModelError, match="brings its own code"):
-        of_run(folder.load())
+        run_source(folder.load())
     spec = folder.load(trust_remote_code=True)
-    assert prepare.payload(folder, spec)["trust_remote_code"]
+    assert prepare.rank_payload(folder, spec)["trust_remote_code"]
     folder.save(spec)
     assert not json.loads(folder.spec_file.read_text())["options"]["trust_remote_code"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hocket.jobs import machine, topology
-from hocket.jobs.measured_cluster import cluster_of
+from hocket.jobs.measured_cluster import measured_cluster
 from hocket.spec.measured import MachineMeasurements
 from hocket.spec.run import RunFolder
 from tests.jobs.test_forecast import here
@@ -17,7 +17,7 @@ from tests.jobs.test_forecast import here
 def cluster(folder: Path, *, load: float) -> tuple[MachineMeasurements, str]:
     made = here()
     made = dataclasses.replace(made, host=dataclasses.replace(made.host, load=load))
-    machine.save(cluster_of(made), folder / "cluster.toml")
+    machine.save_machine(measured_cluster(made), folder / "cluster.toml")
     return made, str(folder / "cluster.toml")
 
 

@@ -12,8 +12,8 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs.tour import ATTEMPTS, judge_stop, rendered
 from hocket.jobs.tour_runner import SIZES, WIDE
-from hocket.jobs.tour_stops import STOPS, TIMED, columns
-from hocket.reporting.tour import page_markdown, stop_text, words
+from hocket.jobs.tour_stops import STOPS, TIMED, column_stop
+from hocket.reporting.tour import page_markdown, stop_text, tour_words
 from hocket.spec.errors import OptionError
 from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
 
@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_both_languages_tell_the_same_stops_with_the_same_numbers() -> None:
-    english, korean = (words(language) for language in LANGUAGES)
+    english, korean = (tour_words(language) for language in LANGUAGES)
     assert list(english["stops"]) == list(korean["stops"])
     assert set(STOPS) <= set(english["stops"])
     assert set(english["verdicts"]) == set(korean["verdicts"]) == set(VERDICTS)
@@ -55,7 +55,7 @@ def test_a_page_that_cannot_be_written_is_told_before_the_walk(
 
 
 def test_the_split_by_columns_is_exact_and_by_rows_is_not() -> None:
-    stop = columns(None)  # type: ignore[arg-type]  needs nothing that runs
+    stop = column_stop(None)  # type: ignore[arg-type]  needs nothing that runs
     assert stop.verdict == "true"
     assert float(stop.values["columns"]) < 1e-12 < float(stop.values["rows"])
 
@@ -63,7 +63,7 @@ def test_the_split_by_columns_is_exact_and_by_rows_is_not() -> None:
 def test_a_stop_is_told_in_korean_within_the_width() -> None:
     import unicodedata
 
-    text = rendered(columns(None), 5, "ko", 80)  # type: ignore[arg-type]
+    text = rendered(column_stop(None), 5, "ko", 80)  # type: ignore[arg-type]
     assert "판정" in text
     for line in text.splitlines():
         assert sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line) <= 80, line
@@ -120,7 +120,7 @@ def test_a_claim_about_times_is_measured_again_and_not_judged_on_a_busy_machine(
 
 
 def test_the_page_holds_every_stop() -> None:
-    stop = columns(None)  # type: ignore[arg-type]
+    stop = column_stop(None)  # type: ignore[arg-type]
     page = page_markdown([stop, stop], 2)
     assert page.count("## ") == 2
     assert "{" not in page_markdown([three_bars()], 2, "ko")
@@ -131,7 +131,7 @@ def test_the_page_holds_every_stop() -> None:
 def test_the_pages_in_the_docs_hold_every_stop() -> None:
     for language, page in (("en", "tour.md"), ("ko", "tour.ko.md")):
         text = (DOCS / page).read_text()
-        titles = [words(language)["stops"][key]["title"] for key in STOPS]
+        titles = [tour_words(language)["stops"][key]["title"] for key in STOPS]
         assert [t for t in text.splitlines() if t.startswith("## ")] == [
             f"## {number}. {title}" for number, title in enumerate(titles, 1)
         ]

@@ -52,11 +52,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(base: Path, to: Path, **options: Any) -> Any:
     from hocket.jobs.request import request
-    from hocket.jobs.train import train
+    from hocket.jobs.train import train_model
 
     values = {"model": base, "run": to, **SIZES, **options}
     values.setdefault("data", Path(base) / "chats.jsonl")
-    return train(request(values), on_event=NOTES.append)
+    return train_model(request(values), on_event=NOTES.append)
 
 
 NOTES: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     import transformers
     from peft import PeftModel
 
-    from hocket.jobs.export import export
+    from hocket.jobs.export import export_run
     from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
     from hocket.training.token_manifest import Tokens
 
@@ -113,14 +113,14 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-000004")
     shutil.rmtree(tmp_path / "again" / "adapter")
     from hocket.jobs.request import request
-    from hocket.jobs.train import train
+    from hocket.jobs.train import train_model
 
     values = {"model": base, "run": tmp_path / "again", "resume": True, "cluster": "none"}
     shutil.copytree(tmp_path / "again", tmp_path / "elsewhere")
-    train(request(values))
+    train_model(request(values))
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
     # And in another layout, whose ranks hold other parts of the products.
-    train(request({**values, "run": tmp_path / "elsewhere", "layout": "pp2"}))
+    train_model(request({**values, "run": tmp_path / "elsewhere", "layout": "pp2"}))
     assert losses(tmp_path / "elsewhere") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 
     # peft's own: one process, the same rows.
@@ -145,12 +145,12 @@ def test_an_adapter_is_what_pefts_own_training_makes(
         optimizer.step()
         assert loss.item() == pytest.approx(losses(tmp_path / "run")[step], abs=2e-5)
 
-    ours = export(tmp_path / "run", tmp_path / "adapter")
+    ours = export_run(tmp_path / "run", tmp_path / "adapter")
     other = transformers.AutoModelForCausalLM.from_pretrained(base)
     adapted = PeftModel.from_pretrained(other, ours).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        merged = export(tmp_path / "run", tmp_path / "merged", merge=True)
+        merged = export_run(tmp_path / "run", tmp_path / "merged", merge=True)
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     ids = torch.arange(2, 42)[None]
     with torch.no_grad():

@@ -76,7 +76,7 @@ def test_a_run_whose_folder_is_lost_continues_from_its_upload(
     model = "model/model.safetensors"
     assert (got / model).read_bytes() == (tmp_path / "run" / model).read_bytes()
     remote.fetch("checkpoints/step-000012", got / "step-000012")
-    assert words.verify(got / "step-000012").step == 12
+    assert words.verify_checkpoint(got / "step-000012").step == 12
     assert not [*(tmp_path / "run" / "checkpoints").glob(".upload-*")]
     shutil.rmtree(tmp_path / "run")
     assert job(tmp_path, "run", "dp2", **options).steps == 12  # finished: nothing is left to do

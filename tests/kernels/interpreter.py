@@ -41,10 +41,10 @@ def _multiply_bfloat16() -> None:
 
 def error_of_case(name: str) -> tuple[float, str]:
     """The error of one case of paged attention, and its dtype."""
-    from hocket.runtime.triton.paged_attention_cases import CASES, error_of
+    from hocket.runtime.triton.paged_attention_cases import CASES, largest_error
 
     case = next(case for case in CASES if case.name == name)
-    return error_of(case), str(case.dtype)
+    return largest_error(case), str(case.dtype)
 
 
 def same_in_any_layout(name: str) -> bool:

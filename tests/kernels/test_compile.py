@@ -69,7 +69,7 @@ def test_every_kernel_is_in_the_table() -> None:
 
 def test_every_tile_is_in_the_table() -> None:
     """Whatever a batch, the tile is one of those that were compiled."""
-    from hocket.runtime.triton.paged_attention import padded, tile_of
+    from hocket.runtime.triton.paged_attention import attention_tile, padded
 
     compiled = {
         (c.dtype.itemsize, max(map(padded, c.sizes)), c.tile)
@@ -79,7 +79,7 @@ def test_every_tile_is_in_the_table() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for size in (64, 80, 96, 112, 128, 160, 192, 256):
             for rows in range(1, 300):
-                tile = tile_of(dtype, size, size, rows)
+                tile = attention_tile(dtype, size, size, rows)
                 assert (dtype.itemsize, padded(size), tile) in compiled
     grouped = {(c.dtype, c.tile) for c in ALL if c.kernel == "grouped_mm_kernel"}
     assert grouped == {(dtype, t) for dtype in grouped_gemm.DTYPES for t in tiles_of(dtype)}

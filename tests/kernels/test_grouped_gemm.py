@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 
 from hocket.runtime.triton.grouped_gemm import (  # noqa: E402
     DTYPES,
+    gemm_tile,
     grouped_mm,
     takes,
-    tile_of,
     tiles_of,
 )
 from tests.kernels import grouped_cases, interpreter  # noqa: E402
@@ -76,9 +76,9 @@ def test_every_row_of_every_group_has_a_tile(rows: int) -> None:
 def test_the_tile_follows_the_average_group() -> None:
     for dtype in DTYPES:
         tiles = tiles_of(dtype)
-        assert tile_of(dtype, 8, 8) == tile_of(dtype, 0, 1) == tiles[0]
-        assert tile_of(dtype, 1 << 20, 8) == tiles[-1]
-        assert {tile_of(dtype, n, 8) for n in range(0, 4096, 64)} == set(tiles)
+        assert gemm_tile(dtype, 8, 8) == gemm_tile(dtype, 0, 1) == tiles[0]
+        assert gemm_tile(dtype, 1 << 20, 8) == tiles[-1]
+        assert {gemm_tile(dtype, n, 8) for n in range(0, 4096, 64)} == set(tiles)
 
 
 def _fake(capability: tuple[int, int], dtype: Any) -> tuple[bool, list[str]]:

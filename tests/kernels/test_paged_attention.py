@@ -23,7 +23,7 @@ from hocket.runtime.triton.paged_attention_cases import (  # noqa: E402
     CASES,
     TOLERANCE,
     PagedBatch,
-    error_of,
+    largest_error,
     paged_attention_reference,
 )
 from tests.kernels import interpreter  # noqa: E402
@@ -175,7 +175,7 @@ def test_large_heads_and_odd_blocks_are_rejected() -> None:
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_equals_plain_pytorch_on_a_gpu(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
-    assert error_of(case, "cuda") < TOLERANCE[case.dtype]
+    assert largest_error(case, "cuda") < TOLERANCE[case.dtype]
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(90)]
 
 RANK = """\
 import sys, time
-from hocket.launch.joined import joined
-context = joined()
+from hocket.launch.joined import joined_context
+context = joined_context()
 store = context.store(30)
 if context.rank:
     print(context.attempt, store.get("word").decode(), flush=True)

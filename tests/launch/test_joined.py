@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.launch import joined
+from hocket.launch import joined_context
 from hocket.launch.joined import first_host
 from hocket.spec.errors import LayoutError
 from tests.ranks import ROOT
@@ -29,23 +29,23 @@ SRUN = {
 
 
 def test_torchrun() -> None:
-    context = joined({**TORCHRUN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    context = joined_context({**TORCHRUN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert context is not None
     assert (context.rank, context.world_size, context.local_rank) == (3, 4, 1)
     assert not context.one_machine
-    context = joined({**TORCHRUN, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
+    context = joined_context({**TORCHRUN, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
     assert context is not None
     assert context.one_machine
-    context = joined({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
+    context = joined_context({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
     assert context is not None
     assert context.attempt == 2
 
 
 @pytest.mark.parametrize("missing", list(TORCHRUN))
 def test_half_a_set_of_variables_is_no_world(missing: str) -> None:
-    assert joined({k: v for k, v in TORCHRUN.items() if k != missing}) is None
-    assert joined({**TORCHRUN, missing: ""}) is None
-    assert joined({}) is None
+    assert joined_context({k: v for k, v in TORCHRUN.items() if k != missing}) is None
+    assert joined_context({**TORCHRUN, missing: ""}) is None
+    assert joined_context({}) is None
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_half_a_set_of_variables_is_no_world(missing: str) -> None:
 )
 def test_variables_that_make_no_world_are_refused(name: str, value: str) -> None:
     with pytest.raises(LayoutError, match=value):
-        joined({**TORCHRUN, name: value})
+        joined_context({**TORCHRUN, name: value})
 
 
 def test_srun() -> None:
-    context = joined(SRUN)
+    context = joined_context(SRUN)
     assert context is not None
     assert (context.rank, context.world_size, context.local_rank) == (5, 8, 1)
     assert not context.one_machine
-    context = joined({**SRUN, "SLURM_STEP_NUM_NODES": "1"})
+    context = joined_context({**SRUN, "SLURM_STEP_NUM_NODES": "1"})
     assert context is not None
     assert context.one_machine
-    assert joined({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert joined_context({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
     batch_script = {k: v for k, v in SRUN.items() if not k.startswith("SLURM_STEP")}
-    assert joined(batch_script) is None
+    assert joined_context(batch_script) is None
 
 
 @pytest.mark.parametrize(

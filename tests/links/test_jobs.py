@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, name: str, **options: Any) -> Any:
     from hocket.jobs.request import request
-    from hocket.jobs.train import train as job
+    from hocket.jobs.train import train_model as job
 
     values = {
         "model": "tiny-llama", "data": [str(folder / "text.txt")], "run": str(folder / name),
@@ -84,7 +84,7 @@ def test_a_scale_is_measured_and_kept(folder: Path) -> None:
 def test_another_order_trains_saves_and_resumes_alike(folder: Path, ranks: RankPool) -> None:
     from safetensors.numpy import load_file
 
-    from hocket.jobs.expected_communication import compared
+    from hocket.jobs.expected_communication import compare_communication
 
     name, usual, order = "reordered", "usual", "pp-tp-dp-cp"
     options: dict[str, Any] = {"layout": "pp2.tp2", "microbatches": 2}
@@ -93,7 +93,9 @@ def test_another_order_trains_saves_and_resumes_alike(folder: Path, ranks: RankP
     shutil.rmtree(RunFolder(folder / name).checkpoints / "step-000003")
     train(folder, name, resume=True, steps=3, order=order, **options)
     assert losses(folder, name)[-1] == pytest.approx(losses(folder, usual)[-1], abs=1e-5)
-    assert all(row["equal"] for row in compared(ranks.launcher, RunFolder(folder / name)))
+    assert all(
+        row["equal"] for row in compare_communication(ranks.launcher, RunFolder(folder / name))
+    )
     mine, theirs = (
         load_file(RunFolder(folder / run).model / "model.safetensors") for run in (name, usual)
     )

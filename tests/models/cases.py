@@ -46,15 +46,15 @@ def read_and_export(
     import shutil
     from pathlib import Path
 
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.run import RunSpec, TrainOptions, Workload
     from hocket.training import build as room
     from hocket.training.export import ModelFiles, export_ranks
 
-    source = resolve(directory)
+    source = resolve_model(directory)
     told: dict[str, Any] = {}
     plain = room.Weights
 
@@ -89,7 +89,7 @@ def read_and_export(
                 options=TrainOptions(bucket_mb=2.0),
             )
             mesh = Mesh(spec.layout, context.rank)
-            schedule = build(spec.layout, spec.layout.microbatches or 1)
+            schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
             *_, parallel = room.build_model(spec, mesh, schedule)
             told["held"] = sum(p.numel() * p.element_size() for p in parallel.parameters())
             peak = Peak()

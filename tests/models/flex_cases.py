@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from hocket.doctor.families import FLEXIBLE as FAMILIES
 from hocket.models import attention, flex_attention, rows
-from hocket.models.skeleton import build
+from hocket.models.skeleton import build_skeleton
 
 __all__ = ["FAMILIES"]
 
@@ -40,11 +40,11 @@ def unfused() -> Iterator[list[Any]]:
 
     def flex(query: Any, *given: Any) -> Any:
         calls.append(tuple(query.shape))
-        return flex_attention.attend(query, *given)
+        return flex_attention.flex_attend(query, *given)
 
     def of_compiled(query: Any, *given: Any) -> Any:
         inside = torch.compiler.is_compiling()
-        return flex_attention.attend(query, *given) if inside else flex(query, *given)
+        return flex_attention.flex_attend(query, *given) if inside else flex(query, *given)
 
     # Functions, not mocks: a compiled layer calls them.
     def on_cuda(device: Any) -> bool:
@@ -93,19 +93,19 @@ def step(
         on_cuda: as a CUDA rank prepares it. bends: with soft caps and sinks.
         backend: that compiles its layers. None: they are not.
     """
-    model: Any = build(dict(config), device="cpu")
+    model: Any = build_skeleton(dict(config), device="cpu")
     fill(model)
     if on_cuda:
         attention.choose_kernels_on_cuda(model)
     if backend is not None:
         for layer in model.model.layers:
             layer.compile(backend=backend, fullgraph=True, dynamic=False)  # a break raises
-    attend = flex_attention.attend
+    attend = flex_attention.flex_attend
 
     def straight(*given: Any) -> Any:
         return attend(*given[:5], None, None)
 
-    with nullcontext() if bends else mock.patch.object(flex_attention, "attend", straight):
+    with nullcontext() if bends else mock.patch.object(flex_attention, "flex_attend", straight):
         logits = model(input_ids=ids_of(positions), position_ids=positions, use_cache=False).logits
         if logits.requires_grad:
             logits.square().mean().backward()
@@ -129,13 +129,13 @@ def over_tp(context: Any, families: list[str], sequence: bool = False) -> list[d
         positions = positions.clone()
         ids = ids_of(positions)
         labels = torch.roll(ids, -1, 1)
-        whole: Any = build(config, device="cpu")
+        whole: Any = build_skeleton(config, device="cpu")
         fill(whole)
         logits = whole.train()(input_ids=ids, position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
 
-        model: Any = build(config, device="cpu")
+        model: Any = build_skeleton(config, device="cpu")
         fill(model)
         plan = plan_for(model, sequence=sequence)
         if sequence:

@@ -23,7 +23,7 @@ from transformers import masking_utils  # noqa: E402
 from hocket.models import attention, rows  # noqa: E402
 from hocket.models.attention_layers import kernel_rows, layers_of  # noqa: E402
 from hocket.models.cores import watched  # noqa: E402
-from hocket.models.skeleton import build  # noqa: E402
+from hocket.models.skeleton import build_skeleton  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -95,7 +95,7 @@ def reference(
 def step(config: dict[str, Any], positions: Any) -> tuple[Any, list[Any]]:
     """Logits and gradients of one random model and batch."""
     torch.manual_seed(0)
-    model = build(dict(config), device="cpu")
+    model = build_skeleton(dict(config), device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     ids = torch.randint(0, 64, positions.shape, generator=torch.Generator().manual_seed(3))
@@ -169,7 +169,7 @@ def test_without_values_every_masked_layer_takes_the_flash_kernel(
     attention.choose_kernels_on_cuda()
     monkeypatch.setattr(attention, "_on_cuda", lambda device: True)
     monkeypatch.setattr(attention, "capability_of", lambda device: (9, 0))
-    model = build(dict(FAMILIES[family]), dtype=torch.bfloat16)
+    model = build_skeleton(dict(FAMILIES[family]), dtype=torch.bfloat16)
     ids = torch.zeros(2, 24, dtype=torch.long, device="meta")
     positions = torch.zeros_like(ids)
     begins = torch.zeros(6, dtype=torch.int32, device="meta")
@@ -273,7 +273,7 @@ def test_layer_kinds_are_those_that_run(name: str) -> None:
             text[key] = value
     if text.get("layer_types"):
         text["layer_types"] = text["layer_types"][:6]
-    model = build(config, dtype=torch.bfloat16)
+    model = build_skeleton(config, dtype=torch.bfloat16)
     kinds = layers_of(model, seq_len=2048)
     seen: collections.Counter[tuple[int, int, Any]] = collections.Counter()
     functions: Any = transformers.AttentionInterface._global_mapping
@@ -295,7 +295,7 @@ def test_layer_kinds_are_those_that_run(name: str) -> None:
 
 
 def test_rows_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(dict(FAMILIES["gemma3"]), dtype=torch.bfloat16)
+    model = build_skeleton(dict(FAMILIES["gemma3"]), dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: 1)
     found = kernel_rows(
@@ -328,7 +328,7 @@ def test_a_compiled_layer_is_one_graph(family: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "_on_cuda", lambda device: True)
     monkeypatch.setattr(attention, "capability_of", lambda device: (9, 0))
     torch.compiler.reset()
-    model = build(dict(FAMILIES[family]), dtype=torch.bfloat16)
+    model = build_skeleton(dict(FAMILIES[family]), dtype=torch.bfloat16)
     graphs = []
 
     def backend(graph: Any, inputs: Any) -> Any:

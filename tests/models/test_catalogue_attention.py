@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hocket.catalogue import models as catalogue  # noqa: E402
 from hocket.models.attention_layers import FLEX, layers_of  # noqa: E402
-from hocket.models.skeleton import build  # noqa: E402
+from hocket.models.skeleton import build_skeleton  # noqa: E402
 from hocket.spec.attention_kernel import attention_kernel  # noqa: E402
 from tests.families import SERVED  # noqa: E402
 from tests.models.flex_cases import FAMILIES  # noqa: E402
@@ -23,7 +23,7 @@ SLOW = {"bloom": ALIBI, "bloom-176b": ALIBI, "gpt-j-6b": ALIBI}
 """Models of S x S scores, and why: their own code adds what no kernel is given (position biases of
 BLOOM), or multiplies in place (GPT-J)."""
 
-MODELS: dict[str, Any] = {**dict.fromkeys(catalogue.names()), **SERVED, **FAMILIES}
+MODELS: dict[str, Any] = {**dict.fromkeys(catalogue.model_names()), **SERVED, **FAMILIES}
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -37,7 +37,7 @@ def test_no_layer_multiplies_out_its_scores(name: str) -> None:
                 text[key] = min(text[key], 6)
         if text.get("layer_types"):
             text["layer_types"] = text["layer_types"][:6]
-    model: Any = build(config, dtype=torch.bfloat16)
+    model: Any = build_skeleton(config, dtype=torch.bfloat16)
     if attention._flexible(model):
         model.config._attn_implementation = FLEX
     for packed in (False, True):

@@ -21,17 +21,17 @@ OWN = {
 @pytest.mark.parametrize("family", OWN)
 def test_attention_in_code_of_its_own(family: str) -> None:
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.training.build import over_context_ranks
 
-    model = build(OWN[family])
+    model = build_skeleton(OWN[family])
     with pytest.raises(ModelError, match="attention in code of its own") as caught:
         over_context_ranks(model, plan_for(model))
     assert caught.value.hint == "cp1"
 
 
 def test_positions_that_cannot_be_given() -> None:
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.training.build import over_context_ranks
 
     config = {
@@ -39,13 +39,13 @@ def test_positions_that_cannot_be_given() -> None:
         "decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False,
     }  # fmt: skip
     with pytest.raises(ModelError, match="takes no position_ids"):
-        over_context_ranks(build(config))
+        over_context_ranks(build_skeleton(config))
 
 
 def test_attention_by_the_interface() -> None:
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.training.build import over_context_ranks
 
-    model = build(FAMILIES["llama"])
+    model = build_skeleton(FAMILIES["llama"])
     over_context_ranks(model, plan_for(model))

@@ -217,14 +217,14 @@ def same_everywhere(plain, packed):
     """Every parameter of every stage and rank, at degrees 1, 2 and 4."""
     import torch
 
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
     from tests.models.test_weights import Case
 
-    source = resolve(packed)
+    source = resolve_model(packed)
     assert "quantization_config" not in source.config
     case = Case(source.config)
     count = 0
-    pairs = zip(case.everywhere(source), case.everywhere(resolve(plain)), strict=True)
+    pairs = zip(case.everywhere(source), case.everywhere(resolve_model(plain)), strict=True)
     for (found, _), (wanted, _) in pairs:
         values = dict(wanted.named_parameters())
         for name, parameter in found.named_parameters():
@@ -321,7 +321,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, words_):
 
 
 def test_an_adapter_is_not_merged_into_a_quantized_base(tmp_path):
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
     _, packed = folders(tmp_path, WIDE, *CASES["fp8"])
     adapter = tmp_path / "adapter"
@@ -333,5 +333,5 @@ def test_an_adapter_is_not_merged_into_a_quantized_base(tmp_path):
     )
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=r"whose weights are quantized \(fp8\)") as caught:
-        resolve(adapter)
+        resolve_model(adapter)
     assert "adapter_config.json" in str(caught.value.hint)

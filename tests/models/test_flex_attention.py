@@ -17,7 +17,7 @@ from transformers import masking_utils  # noqa: E402
 
 from hocket.models import attention, flex_attention, rows  # noqa: E402
 from hocket.models.attention_layers import layers_of  # noqa: E402
-from hocket.models.skeleton import build  # noqa: E402
+from hocket.models.skeleton import build_skeleton  # noqa: E402
 from hocket.spec.attention_kernel import attention_kernel  # noqa: E402
 from tests.models.flex_cases import FAMILIES, PACKED, PLAIN, noted, step, unfused  # noqa: E402
 
@@ -140,7 +140,7 @@ def test_the_implementation_that_was_asked_for_is_kept(asked: str) -> None:
     for family in (*FLEXIBLE, "llama", "bloom"):
         from tests.families import FAMILIES as others
 
-        model = build(dict(FAMILIES.get(family) or others[family]), attention=asked)
+        model = build_skeleton(dict(FAMILIES.get(family) or others[family]), attention=asked)
         attention.choose_kernels_on_cuda(model, asked=asked)
         names[family] = model.config._attn_implementation
     if asked == "eager":
@@ -152,7 +152,7 @@ def test_the_implementation_that_was_asked_for_is_kept(asked: str) -> None:
 
 
 def test_the_report_names_flex_and_why() -> None:
-    model = build(dict(FAMILIES["gpt_oss"]), dtype=torch.bfloat16)
+    model = build_skeleton(dict(FAMILIES["gpt_oss"]), dtype=torch.bfloat16)
     attention.choose_kernels_on_cuda(model)
     found = [
         (layer.kind, attention_kernel(layer, dtype="bfloat16", capability=(9, 0)), count)
@@ -200,7 +200,9 @@ def test_what_is_compiled_breaks_no_graph() -> None:
         torch.randn(*shape, generator=generator)
         for shape in ((2, 6, 24, 16), (2, 2, 24, 16), (2, 2, 24, 32), (6,))
     )
-    compiled = torch.compile(flex_attention.attend, backend="eager", dynamic=False, fullgraph=True)
+    compiled = torch.compile(
+        flex_attention.flex_attend, backend="eager", dynamic=False, fullgraph=True
+    )
     given = (query, key, value, blocks, 0.3, 2.0, sinks)
     out = compiled(*given)
     assert out.shape == (2, 6, 24, 32)
@@ -225,11 +227,11 @@ def test_a_mask_of_ones_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = torch.ones(1, 1, dtype=torch.long, device="meta").expand(2, 24)
     hidden = torch.empty(2, 12, 32, device="meta")  # a sequence shard
     given = {"inputs_embeds": hidden, "past_key_values": None}
-    sdpa = build(dict(FAMILIES["deepseek_v3"])).config
+    sdpa = build_skeleton(dict(FAMILIES["deepseek_v3"])).config
     assert masking_utils.create_causal_mask(config=sdpa, attention_mask=ones, **given) is None
     with pytest.raises((RuntimeError, NotImplementedError)):  # real padding is read
         masking_utils.create_causal_mask(config=sdpa, attention_mask=ones.contiguous(), **given)
-    model = build(dict(FAMILIES["gpt_oss"]))
+    model = build_skeleton(dict(FAMILIES["gpt_oss"]))
     attention.choose_kernels_on_cuda(model)
     mask = masking_utils.create_sliding_window_causal_mask(
         config=model.config, attention_mask=ones, **given

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hocket.models import fetched, hub, repo_id
-from hocket.models.source import fetch_again, of_run, resolve
+from hocket.models.source import fetch_again, resolve_model, run_source
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
@@ -68,7 +68,7 @@ def bodies(server) -> set[str]:
     ],
 )
 def test_what_names_a_repository(text, found) -> None:
-    one = repo_id.parse(text)
+    one = repo_id.parse_repo(text)
     assert (one and (one.id, one.revision)) == found
 
 
@@ -77,28 +77,28 @@ def test_a_directory_and_the_catalogue_come_before_the_hub(loopback, tmp_path, m
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "name" / "config.json").write_bytes(CONFIG)
     with loopback(repo()) as server:
-        assert resolve("org/name").directory == Path("org/name")
-        assert resolve("tiny-llama").repo is None
+        assert resolve_model("org/name").directory == Path("org/name")
+        assert resolve_model("tiny-llama").repo is None
         assert server.requests == []
 
 
 def test_a_model_is_downloaded_once_and_only_what_is_read(loopback) -> None:
     with loopback(repo()) as server:
-        source = resolve("org/name", weights=False)
+        source = resolve_model("org/name", weights=False)
         assert (source.weights, source.dimensions.num_layers) == (None, LLAMA["num_hidden_layers"])
         assert bodies(server) == {"config.json"}
-        source = resolve("org/name")
+        source = resolve_model("org/name")
         assert source.repo == f"org/name@{server.repos['model', 'org/name'].commit}"
         assert source.weights == source.tokenizer == source.directory
         assert (source.weights / "model.safetensors").read_bytes() == BIG
         assert bodies(server) == {"config.json", "tokenizer.json", "model.safetensors"}
         before = len(server.requests)
-        assert resolve("org/name").weights == source.weights
+        assert resolve_model("org/name").weights == source.weights
         assert len(server.requests) == before + 1  # which commit it is now
-        assert resolve(source.repo).weights == source.weights
+        assert resolve_model(source.repo).weights == source.weights
         assert len(server.requests) == before + 1
         page = f"{server.address}/org/name/tree/main"
-        assert resolve(page).weights == source.weights
+        assert resolve_model(page).weights == source.weights
 
 
 def test_shards_are_those_that_the_index_names(loopback) -> None:
@@ -109,12 +109,12 @@ def test_shards_are_those_that_the_index_names(loopback) -> None:
         "part-1.safetensors": b"1", "part-2.safetensors": b"22", "part-3.safetensors": b"333",
     }  # fmt: skip
     with loopback(one) as server:
-        resolve("org/name")
+        resolve_model("org/name")
         shards = {name for name in bodies(server) if name.endswith(".safetensors")}
         assert shards == {"part-1.safetensors", "part-2.safetensors"}
         one.files.pop("part-2.safetensors")
         with pytest.raises(ModelError, match=r"has no part-2\.safetensors, which its index"):
-            resolve("org/name")
+            resolve_model("org/name")
 
 
 def test_code_of_a_repository_is_fetched_and_run_only_by_the_commands_flag(loopback) -> None:
@@ -122,14 +122,14 @@ def test_code_of_a_repository_is_fetched_and_run_only_by_the_commands_flag(loopb
     one.files["config.json"] = json.dumps({**LLAMA, "auto_map": {"AutoConfig": "x.Y"}}).encode()
     with loopback(one) as server:
         with pytest.raises(ModelError, match="brings its own code"):
-            resolve("org/name")
+            resolve_model("org/name")
         assert "modeling_x.py" not in bodies(server)
-        assert resolve("org/name", trust_remote_code=True).code is not None
+        assert resolve_model("org/name", trust_remote_code=True).code is not None
         assert "modeling_x.py" in bodies(server)
         spec = RunSpec(model="org/name", config=json.loads(one.files["config.json"]),
                        layout=Layout())  # fmt: skip
         with pytest.raises(ModelError, match="brings its own code"):
-            of_run(spec)
+            run_source(spec)
 
 
 def test_a_broken_connection_is_resumed_where_it_ended(loopback, monkeypatch) -> None:
@@ -137,7 +137,7 @@ def test_a_broken_connection_is_resumed_where_it_ended(loopback, monkeypatch) ->
 
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 65536)
     with loopback(repo(cuts=[150_000, 100_000])) as server:
-        folder = resolve("org/name").weights
+        folder = resolve_model("org/name").weights
         assert folder is not None
         assert (folder / "model.safetensors").read_bytes() == BIG
         assert server.fetched("model.safetensors") == [None, "bytes=131072-", "bytes=196608-"]
@@ -146,11 +146,11 @@ def test_a_broken_connection_is_resumed_where_it_ended(loopback, monkeypatch) ->
 def test_a_download_that_never_ends_says_what_is_kept(loopback, monkeypatch) -> None:
     with loopback(repo(cuts=[1000] * 60)) as server:
         with pytest.raises(ModelError, match="broke off 3 times") as caught:
-            resolve("org/name")
+            resolve_model("org/name")
         assert "run the command again" in str(caught.value.hint)
         server.repos["model", "org/name"].cuts.clear()
         server.requests.clear()
-        assert resolve("org/name").weights is not None
+        assert resolve_model("org/name").weights is not None
         assert bodies(server) == {"model.safetensors"}
 
 
@@ -159,8 +159,8 @@ def test_another_process_continues_where_the_first_was_killed(loopback) -> None:
 
     code = (
         "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 65536\n"
-        "from hocket.models.source import resolve\n"
-        "try: resolve('org/name')\n"
+        "from hocket.models.source import resolve_model\n"
+        "try: resolve_model('org/name')\n"
         "except Exception as error: print(error)\n"
     )
     with loopback(repo(cuts=[200_000] + [0] * 100)) as server:
@@ -170,7 +170,7 @@ def test_another_process_continues_where_the_first_was_killed(loopback) -> None:
         assert "broke off" in broken.stdout
         server.repos["model", "org/name"].cuts.clear()
         server.requests.clear()
-        folder = resolve("org/name").weights
+        folder = resolve_model("org/name").weights
         assert folder is not None
         assert (folder / "model.safetensors").read_bytes() == BIG
         (ranged,) = server.fetched("model.safetensors")
@@ -183,16 +183,16 @@ def test_another_process_continues_where_the_first_was_killed(loopback) -> None:
 def test_a_busy_hub_is_asked_again(loopback, monkeypatch) -> None:
     monkeypatch.setattr(hub.time, "sleep", lambda _: None)
     with loopback(repo(busy=[503] * 90)), pytest.raises(ModelError, match="answers 503"):
-        resolve("org/name")
+        resolve_model("org/name")
     with loopback(repo(busy=[503, 502])):
-        assert resolve("org/name").weights is not None
+        assert resolve_model("org/name").weights is not None
 
 
 def test_a_file_with_another_sha256_is_found_and_removed(loopback) -> None:
     with loopback(repo(damaged=["model.safetensors"])) as server:
         with pytest.raises(ModelError, match=r"model\.safetensors of org/name arrived damaged"):
-            resolve("org/name")
-        folder = resolve("org/name").weights
+            resolve_model("org/name")
+        folder = resolve_model("org/name").weights
         assert folder is not None
         assert (folder / "model.safetensors").read_bytes() == BIG
         assert len(server.fetched("model.safetensors")) == 2
@@ -208,19 +208,21 @@ def test_damage_is_found_by_the_next_process_where_one_ended_in_between(
         with monkeypatch.context() as patch:
             patch.setattr(hub, "hashlib", types.SimpleNamespace(sha256=ended))
             with pytest.raises(KeyboardInterrupt):
-                resolve("org/name")
+                resolve_model("org/name")
         with pytest.raises(ModelError, match="arrived damaged"):
-            resolve("org/name")
+            resolve_model("org/name")
         hashed: list[int] = []
-        assert resolve("org/name").weights is not None
+        assert resolve_model("org/name").weights is not None
         counted = types.SimpleNamespace(sha256=lambda: hashed.append(1))
         monkeypatch.setattr(hub, "hashlib", counted)
-        assert resolve("org/name").weights is not None  # compared once
+        assert resolve_model("org/name").weights is not None  # compared once
         assert not hashed
 
 
 def test_two_processes_download_once(loopback) -> None:
-    code = "from hocket.models.source import resolve; print(resolve('org/name').weights)"
+    code = (
+        "from hocket.models.source import resolve_model; print(resolve_model('org/name').weights)"
+    )
     with loopback(repo()) as server:
         both = [
             subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -235,52 +237,52 @@ def test_two_processes_download_once(loopback) -> None:
 def test_gated_names_its_page_and_the_login(loopback, monkeypatch) -> None:
     with loopback(repo(gated="token")) as server:
         with pytest.raises(ModelError, match="gated: its licence has to be accepted") as caught:
-            resolve("org/name")
+            resolve_model("org/name")
         assert f"{server.address}/org/name" in str(caught.value.hint)
         assert "hf auth login" in str(caught.value.hint)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        assert resolve("org/name").weights is not None
+        assert resolve_model("org/name").weights is not None
     closed = Repo("org/closed", {"config.json": CONFIG}, gated="licence")
     with loopback(closed), pytest.raises(ModelError, match="the token in use has no access"):
-        resolve("org/closed")
+        resolve_model("org/closed")
 
 
 def test_what_is_not_there_has_near_names(loopback) -> None:
     with loopback(repo(branches=("main", "v1.0"))) as server:
         with pytest.raises(ModelError, match="has no model org/nmae") as caught:
-            resolve("org/nmae")
+            resolve_model("org/nmae")
         assert caught.value.hint == "did you mean org/name?"
         with pytest.raises(ModelError, match="has no revision 'v1'") as caught:
-            resolve("org/name@v1")
+            resolve_model("org/name@v1")
         assert caught.value.hint == "did you mean org/name@v1.0?"
-        assert resolve("org/name@v1.0").repo == resolve("org/name").repo
+        assert resolve_model("org/name@v1.0").repo == resolve_model("org/name").repo
         with pytest.raises(ModelError) as caught:
-            resolve("other/thing")
+            resolve_model("other/thing")
         assert server.address in str(caught.value.hint)
 
 
 def test_without_a_network_the_cache_answers(loopback, monkeypatch) -> None:
     with loopback(repo()):
-        source = resolve("org/name")
-    assert resolve("org/name").weights == source.weights  # nothing listens there any more
+        source = resolve_model("org/name")
+    assert resolve_model("org/name").weights == source.weights  # nothing listens there any more
     with pytest.raises(ModelError, match=r"cannot be reached .* not hold model org/other"):
-        resolve("org/other")
+        resolve_model("org/other")
     offline(monkeypatch, True)
-    assert resolve("org/name").weights == source.weights
+    assert resolve_model("org/name").weights == source.weights
     assert source.repo is not None
-    assert resolve(source.repo).weights == source.weights
+    assert resolve_model(source.repo).weights == source.weights
     with pytest.raises(ModelError, match=r"OFFLINE is set, and the cache .*/hub") as caught:
-        resolve("org/other")
+        resolve_model("org/other")
     assert "hf download org/other --local-dir other" in str(caught.value.hint)
 
 
 def test_offline_with_half_of_a_model_names_what_is_missing(loopback, monkeypatch) -> None:
     with loopback(repo()):
-        resolve("org/name", weights=False)
+        resolve_model("org/name", weights=False)
     offline(monkeypatch, True)
-    assert resolve("org/name", weights=False).directory is not None
+    assert resolve_model("org/name", weights=False).directory is not None
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
-        resolve("org/name")
+        resolve_model("org/name")
 
 
 def test_formats_that_are_not_read_are_named(loopback, tmp_path) -> None:
@@ -293,25 +295,25 @@ def test_formats_that_are_not_read_are_named(loopback, tmp_path) -> None:
     with loopback(gguf, pickled, other, no_model, quantized) as server:
         for weights in (True, False):
             with pytest.raises(ModelError, match=r"GGUF weights \(a.Q4_K.gguf\)") as caught:
-                resolve("org/gguf", weights=weights)
+                resolve_model("org/gguf", weights=weights)
             assert str(caught.value.hint).endswith("org/whole")
             with pytest.raises(ModelError, match=r"quantized \(aqlm\), which is not") as caught:
-                resolve("org/gptq", weights=weights)
+                resolve_model("org/gptq", weights=weights)
             assert str(caught.value.hint).endswith("org/whole")
         with pytest.raises(ModelError, match=r"as pytorch_model-1\.bin, a pickle") as caught:
-            resolve("org/old")
+            resolve_model("org/old")
         assert "M.from_pretrained('org/old').save_pretrained('old-saf" in str(caught.value.hint)
         with pytest.raises(ModelError, match=r"no weights in safetensors .*msgpack") as caught:
-            resolve("org/flax")
+            resolve_model("org/flax")
         assert "hf download org/flax config.json" in str(caught.value.hint)
         with pytest.raises(ModelError, match=r"no config.json \(it has main.c\)"):
-            resolve("org/code")
+            resolve_model("org/code")
         assert not {name for name in bodies(server) if name.endswith((".bin", ".gguf"))}
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for path in (tmp_path / "m.gguf", tmp_path):
         (tmp_path / "config.json").write_bytes(CONFIG)
         with pytest.raises(ModelError, match="GGUF weights"):
-            resolve(path)
+            resolve_model(path)
 
 
 def test_the_line_that_saves_a_pickle_again_saves_it(tmp_path, monkeypatch) -> None:
@@ -323,31 +325,31 @@ def test_the_line_that_saves_a_pickle_again_saves_it(tmp_path, monkeypatch) -> N
     model.config.save_pretrained(old)
     torch.save(model.state_dict(), old / "pytorch_model.bin")
     with pytest.raises(ModelError) as caught:
-        resolve(old)
+        resolve_model(old)
     line = str(caught.value.hint)
     assert line.startswith('python -c "')
     code = line.removeprefix('python -c "').removesuffix('"')
     monkeypatch.chdir(tmp_path)
     exec(";".join(code.split(";")[:2]))  # this model has no tokenizer
-    assert resolve(tmp_path / "old-safetensors").weights is not None
+    assert resolve_model(tmp_path / "old-safetensors").weights is not None
 
 
 def test_a_run_finds_its_model_again(loopback, tmp_path, monkeypatch) -> None:
     from huggingface_hub import constants
 
     with loopback(repo()) as server:
-        source = resolve("org/name")
+        source = resolve_model("org/name")
         assert source.repo is not None
         spec = RunSpec(model=source.repo, config=LLAMA, layout=Layout(),
                        weights=str(source.weights))  # fmt: skip
-        assert of_run(spec).weights == source.weights
-        assert of_run(spec).repo == source.repo
+        assert run_source(spec).weights == source.weights
+        assert run_source(spec).repo == source.repo
         # A host whose cache is elsewhere, and empty.
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
         there = RunSpec(**{**vars(spec), "weights": str(tmp_path / "gone")})
         server.repos["model", "org/name"].branches = ()  # the commit alone is asked for
         fetch_again(there)
-        weights = of_run(there).weights
+        weights = run_source(there).weights
         assert weights is not None
         assert weights.is_relative_to(tmp_path / "elsewhere")
         assert (weights / "model.safetensors").read_bytes() == BIG
@@ -378,7 +380,7 @@ def test_the_last_checkpoint_of_transformers_trainer(tmp_path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "config.json").write_bytes(CONFIG)
     (tmp_path / "checkpoint-110").mkdir()  # not complete
-    assert resolve(tmp_path).directory == tmp_path / "checkpoint-100"
+    assert resolve_model(tmp_path).directory == tmp_path / "checkpoint-100"
 
 
 def test_the_base_that_a_card_names(tmp_path) -> None:
@@ -416,11 +418,11 @@ def test_an_adapter_stands_for_its_base_with_it_merged(loopback, tmp_path, monke
     files["adapter_config.json"] = json.dumps(settings).encode()
     base = {p.name: p.read_bytes() for p in (tmp_path / "base").iterdir()}
     with loopback(Repo("org/adapter", files), Repo("org/base", base)) as server:
-        assert resolve("org/adapter", weights=False).weights is None
+        assert resolve_model("org/adapter", weights=False).weights is None
         assert "adapter_model.safetensors" not in bodies(server)
-        source = resolve("org/adapter")
+        source = resolve_model("org/adapter")
         assert source.weights is not None
-        assert resolve("org/adapter").weights == source.weights
+        assert resolve_model("org/adapter").weights == source.weights
     merged = {}
     for file in source.weights.glob("*.safetensors"):
         merged |= load_file(file)
@@ -434,7 +436,7 @@ def test_an_adapter_stands_for_its_base_with_it_merged(loopback, tmp_path, monke
     settings |= {"use_dora": True}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="with use_dora; adapters are read that are plain LoRA"):
-        resolve(tmp_path / "adapter")
+        resolve_model(tmp_path / "adapter")
 
 
 def load(folder):

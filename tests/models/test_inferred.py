@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from hocket.models import skeleton
 from hocket.models.plans import plan_for
 from hocket.models.proxy import proxy_of
-from hocket.models.samples import sample
+from hocket.models.samples import sample_config
 from hocket.spec.plan import ParallelPlan
 
 pytestmark = pytest.mark.torch
@@ -34,8 +34,8 @@ COLUMNS = {
 
 
 def plan_of(kind: str, **changes: Any) -> ParallelPlan:
-    proxy = proxy_of(skeleton.config_of({**sample(kind), **changes}, dropout=0.0))
-    return plan_for(skeleton.build(proxy.config))
+    proxy = proxy_of(skeleton.config_of({**sample_config(kind), **changes}, dropout=0.0))
+    return plan_for(skeleton.build_skeleton(proxy.config))
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -112,8 +112,8 @@ def test_a_plan_reads_back_equal(kind: str) -> None:
     ],
 )
 def test_why_a_model_does_not_run_on_slices_is_said_of_the_module(kind: str, said: str) -> None:
-    proxy = proxy_of(skeleton.config_of(sample(kind), dropout=0.0))
-    plan = plan_for(skeleton.build(proxy.config), sequence=True)
+    proxy = proxy_of(skeleton.config_of(sample_config(kind), dropout=0.0))
+    plan = plan_for(skeleton.build_skeleton(proxy.config), sequence=True)
     assert plan.sequence is None
     assert said in plan.reasons["sequence"]
     assert "Error" not in plan.reasons["sequence"]
@@ -129,8 +129,8 @@ def test_why_a_model_does_not_run_on_slices_is_said_of_the_module(kind: str, sai
 def test_positions_are_told_to_what_adds_them(
     kind: str, embedders: tuple[str, ...], positions: tuple[str, ...]
 ) -> None:
-    proxy = proxy_of(skeleton.config_of(sample(kind), dropout=0.0))
-    plan = plan_for(skeleton.build(proxy.config), sequence=True).sequence
+    proxy = proxy_of(skeleton.config_of(sample_config(kind), dropout=0.0))
+    plan = plan_for(skeleton.build_skeleton(proxy.config), sequence=True).sequence
     assert plan is not None
     assert (plan.embedders, plan.positions) == (embedders, positions)
     assert not any(plan.sees_slices(f"{name}.decoder") for name in plan.alike)
@@ -140,13 +140,16 @@ def test_positions_are_told_to_what_adds_them(
 @pytest.mark.timeout(120)
 def test_models_that_add_positions_in_their_own_way_run_on_slices(ranks: Any) -> None:
     kinds = ("bert", "bart", "marian", "whisper", "git", "falcon")
-    configs = {kind: sample(kind) for kind in kinds}
+    configs = {kind: sample_config(kind) for kind in kinds}
     (found, _) = ranks.run("tests.models.cases:tensors", 2, configs=configs, slices=True)
     assert {kind: reason for kind, (reason, _) in found.items()} == dict.fromkeys(kinds, "")
 
 
 @pytest.mark.parametrize("kind", ["reformer", "hy_v4", "gemma4_text"])
 def test_what_layers_hand_on_beside_the_hidden_state_is_named(kind: str) -> None:
-    from hocket.ranks.proxy.trial import verdict
+    from hocket.ranks.proxy.trial import pages_verdict_of
 
-    assert "its layers hand on more than the hidden state (" in verdict(sample(kind)).reason
+    assert (
+        "its layers hand on more than the hidden state ("
+        in pages_verdict_of(sample_config(kind)).reason
+    )

@@ -12,7 +12,7 @@ def plan_of(config):
     from hocket.models import skeleton
     from hocket.models.plans import plan_for
 
-    model = skeleton.build(config)
+    model = skeleton.build_skeleton(config)
     return model, plan_for(model)
 
 

@@ -5,7 +5,7 @@ from hocket.ranks.proxy import numbers
 from hocket.ranks.proxy import trial as proxy
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.proxy_verdict import ProxyVerdict, cache_file
+from hocket.spec.proxy_verdict import ProxyVerdict, verdict_file
 from tests.families import LLAMA
 from tests.models.variants import VARIANTS
 
@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.torch
 @pytest.mark.parametrize("family", VARIANTS)
 def test_families_that_must_pass_when_cut(family):
-    assert proxy.verdict(VARIANTS[family]) == ProxyVerdict(stages="")
+    assert proxy.pages_verdict_of(VARIANTS[family]) == ProxyVerdict(stages="")
 
 
 @pytest.mark.torch
@@ -60,7 +60,7 @@ def test_a_model_of_keys_and_values_can_be_served():
     ],
 )
 def test_families_that_break_in_silence_are_refused(model_type, words):
-    found = proxy.verdict({"model_type": model_type})
+    found = proxy.pages_verdict_of({"model_type": model_type})
     assert not found.ok
     assert words in found.reason
 
@@ -69,9 +69,9 @@ def test_families_that_break_in_silence_are_refused(model_type, words):
 def test_a_proxy_keeps_switches_and_shrinks_sizes():
     from hocket.models.proxy import proxy_of
     from hocket.models.skeleton import config_of
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
-    tiny = proxy_of(config_of(resolve("gemma-3-27b").config))
+    tiny = proxy_of(config_of(resolve_model("gemma-3-27b").config))
     assert tiny.layers == (0, 1, 5, 11)
     assert tiny.config.layer_types.count("full_attention") == 2
     assert (tiny.config.num_attention_heads, tiny.config.num_key_value_heads) == (4, 2)
@@ -86,12 +86,12 @@ def test_a_proxy_keeps_switches_and_shrinks_sizes():
 @pytest.mark.torch
 def test_streams_that_lie_side_by_side_are_handed_on():
     from hocket.models.plans import plan_for
-    from hocket.models.samples import sample
-    from hocket.models.skeleton import build
+    from hocket.models.samples import sample_config
+    from hocket.models.skeleton import build_skeleton
 
-    config = sample("qwen4_exp_text")
-    assert proxy.verdict(config) == ProxyVerdict(stages="")
-    stages = plan_for(build(config)).stages
+    config = sample_config("qwen4_exp_text")
+    assert proxy.pages_verdict_of(config) == ProxyVerdict(stages="")
+    stages = plan_for(build_skeleton(config)).stages
     assert (stages.streams, stages.beside) == (4, True)
 
 
@@ -110,10 +110,10 @@ def test_streams_that_lie_side_by_side_are_handed_on():
 )
 def test_proxies_of_what_counts_in_its_own_way(kind, layers, sizes):
     from hocket.models.proxy import proxy_of
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
     from hocket.models.skeleton import config_of
 
-    tiny = proxy_of(config_of(sample(kind)))
+    tiny = proxy_of(config_of(sample_config(kind)))
     assert tiny.layers == layers
     assert {name: getattr(tiny.config, name) for name in sizes} == sizes
 
@@ -121,10 +121,10 @@ def test_proxies_of_what_counts_in_its_own_way(kind, layers, sizes):
 @pytest.mark.torch
 def test_a_proxy_keeps_what_differs_by_layer():
     from hocket.models.proxy import proxy_of
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
     from hocket.models.skeleton import config_of
 
-    tiny = proxy_of(config_of(sample("dots3_note_text")))
+    tiny = proxy_of(config_of(sample_config("dots3_note_text")))
     assert tiny.config.layer_types == ["indexed_attention"] * 2 + ["sliding_attention"] * 2
     heads, ranks = (
         [getattr(tiny.config.per_layer_config[i], name) for i in range(4)]
@@ -164,9 +164,9 @@ units know of each other; heads that vary by layer."""
 
 @pytest.mark.ranks
 def test_two_ranks_split_every_family(ranks):
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
 
-    samples = {kind: sample(kind) for kind in SAMPLES}
+    samples = {kind: sample_config(kind) for kind in SAMPLES}
     results = ranks.run("tests.models.cases:tensors", 2, configs={**VARIANTS, **samples})
     assert results[0] == results[1]
     assert {name: reason for name, (reason, _) in results[0].items() if reason} == {}
@@ -216,19 +216,21 @@ def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
 
 def test_a_broken_cache_is_tried_again(cache):
     cache.mkdir(parents=True)
-    cache_file(dict(LLAMA), "sdpa").write_text("{")
+    verdict_file(dict(LLAMA), "sdpa").write_text("{")
     with pytest.raises(AttributeError):  # no launcher: it would have started one
         require_equal(None, Source(**LLAMA), Layout(pp=2))
 
 
 def test_a_loss_without_a_backward_is_rejected():
     from hocket.models.proxy import proxy_of
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
     from hocket.models.skeleton import config_of
     from hocket.ranks.proxy.loss import try_loss
 
     kind = "doge"  # a mixture's router scores are changed in place after they were used
-    config = proxy_of(config_of(sample(kind) | {"is_moe": True, "norm_topk_prob": True})).config
+    config = proxy_of(
+        config_of(sample_config(kind) | {"is_moe": True, "norm_topk_prob": True})
+    ).config
     reason, _ = try_loss(config, "sdpa")
     assert (
         "plain transformers cannot train its proxy model: it fails in its backward pass" in reason
@@ -237,11 +239,11 @@ def test_a_loss_without_a_backward_is_rejected():
 
 def test_a_tensor_outside_parameters_and_buffers_is_rejected():
     from hocket.models.proxy import proxy_of
-    from hocket.models.samples import sample
-    from hocket.models.skeleton import build, config_of
+    from hocket.models.samples import sample_config
+    from hocket.models.skeleton import build_skeleton, config_of
 
-    config = proxy_of(config_of(sample("trocr"))).config
-    build(config)
+    config = proxy_of(config_of(sample_config("trocr"))).config
+    build_skeleton(config)
     config.use_learned_position_embeddings = False
     with pytest.raises(ModelError, match=r"embed_positions\.weights when it is built"):
-        build(config)
+        build_skeleton(config)

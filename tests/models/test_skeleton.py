@@ -2,7 +2,7 @@ import pytest
 
 from hocket.models import registry
 from hocket.models.dimensions import dimensions
-from hocket.models.source import resolve
+from hocket.models.source import resolve_model
 from hocket.spec.errors import ModelError
 from tests.families import FAMILIES, LLAMA
 
@@ -17,38 +17,38 @@ def skeleton():
 
 
 def test_a_large_model_takes_no_memory(skeleton):
-    model = skeleton.build(resolve("llama-3.1-405b").config)
+    model = skeleton.build_skeleton(resolve_model("llama-3.1-405b").config)
     assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
     assert sum(p.numel() for p in model.parameters()) == 405_853_388_800
     assert model.config.use_cache is False
 
 
 def test_tied_embeddings_are_one_parameter(skeleton):
-    model = skeleton.build(resolve("gpt2").config)
+    model = skeleton.build_skeleton(resolve_model("gpt2").config)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
 
 
 def test_attention_is_chosen_here(skeleton):
     foreign = {**LLAMA, "_attn_implementation": "someone/their-kernel"}
-    assert skeleton.build(foreign).config._attn_implementation == "sdpa"
-    assert skeleton.build(LLAMA, attention="eager").config._attn_implementation == "eager"
+    assert skeleton.build_skeleton(foreign).config._attn_implementation == "sdpa"
+    assert skeleton.build_skeleton(LLAMA, attention="eager").config._attn_implementation == "eager"
     # BLOOM has no fused attention.
-    assert skeleton.build(FAMILIES["bloom"]).config._attn_implementation == "eager"
+    assert skeleton.build_skeleton(FAMILIES["bloom"]).config._attn_implementation == "eager"
     with pytest.raises(ModelError, match="unknown attention 'flash'"):
-        skeleton.build(LLAMA, attention="flash")
+        skeleton.build_skeleton(LLAMA, attention="flash")
 
 
 def test_dropout_is_overridden_everywhere(skeleton):
     from torch import nn
 
     for family in ("gpt2", "opt", "bloom"):
-        model = skeleton.build(FAMILIES[family], dropout=0.0)
+        model = skeleton.build_skeleton(FAMILIES[family], dropout=0.0)
         drops = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
         drops += [m.dropout for m in model.modules() if isinstance(getattr(m, "dropout", 0), float)]
         assert drops == [0.0] * len(drops)
         assert drops
-    model = skeleton.build(FAMILIES["gpt2"], dropout=0.3)
+    model = skeleton.build_skeleton(FAMILIES["gpt2"], dropout=0.3)
     assert model.transformer.drop.p == 0.3
 
 
@@ -56,25 +56,25 @@ def test_parameters_have_the_dtype_asked_for_whatever_made_them(skeleton):
     """XLNet makes its projections with torch.FloatTensor, which knows no default dtype."""
     import torch
 
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
 
     for model in ("xlnet", "llama"):
-        built = skeleton.build(sample(model), dtype=torch.bfloat16)
+        built = skeleton.build_skeleton(sample_config(model), dtype=torch.bfloat16)
         assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
         assert all(p.is_meta for p in built.parameters())
 
 
 def test_a_family_with_attention_classes_of_its_own_is_named(skeleton):
     import hocket.serving.engine.attention  # noqa: F401 registers paged attention
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
 
     with pytest.raises(ModelError, match="'falcon' has attention classes of its own"):
-        skeleton.build(sample("falcon"), attention="hocket_paged")
+        skeleton.build_skeleton(sample_config("falcon"), attention="hocket_paged")
 
 
 def test_a_configuration_that_cannot_be_built(skeleton):
     with pytest.raises(ModelError, match="transformers"):
-        skeleton.build({**LLAMA, "num_attention_heads": "four"})
+        skeleton.build_skeleton({**LLAMA, "num_attention_heads": "four"})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hocket.models.source import of_run, resolve
+from hocket.models.source import resolve_model, run_source
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
@@ -20,7 +20,7 @@ def write(folder, **config):
 
 
 def test_catalogue_name():
-    source = resolve("llama-3-70b")
+    source = resolve_model("llama-3-70b")
     assert (source.directory, source.weights, source.tokenizer) == (None, None, None)
     sizes = source.dimensions
     assert (sizes.num_layers, sizes.num_heads, sizes.num_key_value_heads) == (80, 64, 8)
@@ -29,31 +29,31 @@ def test_catalogue_name():
 
 def test_no_torch_and_no_transformers_are_imported():
     code = (
-        "import sys; from hocket.models.source import resolve\n"
-        "assert resolve('gpt2').dimensions.num_heads == 12\n"
+        "import sys; from hocket.models.source import resolve_model\n"
+        "assert resolve_model('gpt2').dimensions.num_heads == 12\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_dimensions_left_out_are_the_class_defaults(tmp_path):
-    sizes = resolve(write(tmp_path, model_type="gpt2", n_head=6)).dimensions
+    sizes = resolve_model(write(tmp_path, model_type="gpt2", n_head=6)).dimensions
     assert (sizes.hidden_size, sizes.num_layers, sizes.num_heads) == (768, 12, 6)
     assert (sizes.intermediate_size, sizes.vocab_size, sizes.tied) == (3072, 50257, True)
-    sizes = resolve(write(tmp_path, model_type="mixtral")).dimensions
+    sizes = resolve_model(write(tmp_path, model_type="mixtral")).dimensions
     assert (sizes.num_key_value_heads, sizes.num_experts) == (8, 8)
 
 
 def test_directory_with_and_without_weights(tmp_path):
     folder = write(tmp_path / "m", **LLAMA)
-    source = resolve(folder)
+    source = resolve_model(folder)
     assert (source.directory, source.weights, source.tokenizer) == (folder, None, None)
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "tokenizer.json").write_text("{}")
-    source = resolve(folder)
+    source = resolve_model(folder)
     assert (source.weights, source.tokenizer) == (folder, folder)
-    assert resolve(folder, weights=False).weights is None
-    assert resolve(folder / "config.json").directory is None
+    assert resolve_model(folder, weights=False).weights is None
+    assert resolve_model(folder / "config.json").directory is None
 
 
 def test_run_folder_stands_for_its_exported_model(tmp_path):
@@ -61,7 +61,7 @@ def test_run_folder_stands_for_its_exported_model(tmp_path):
     run.mkdir()
     (run / "run.json").write_text("{}")
     write(run / "model", **LLAMA)
-    assert resolve(run).directory == run / "model"
+    assert resolve_model(run).directory == run / "model"
 
 
 def test_hints_make_a_model_of_what_a_run_holds(tmp_path):
@@ -69,24 +69,24 @@ def test_hints_make_a_model_of_what_a_run_holds(tmp_path):
     run.mkdir()
     (run / "run.json").write_text("{}")
     with pytest.raises(ModelError, match="neither a model nor a checkpoint") as caught:
-        resolve(run)
+        resolve_model(run)
     assert "--save-every" in str(caught.value.hint)
     (run / "checkpoints" / "step-000004").mkdir(parents=True)
     with pytest.raises(ModelError, match="holds no exported model") as caught:
-        resolve(run)
+        resolve_model(run)
     assert str(caught.value.hint) == f"hocket export '{run}' --to '{run}/model'"
     (run / "model").mkdir()  # which an export would not replace
     with pytest.raises(ModelError, match="holds no exported model") as caught:
-        resolve(run)
+        resolve_model(run)
     assert str(caught.value.hint) == f"hocket export '{run}' --to '{run}-model'"
     (run / "model").rmdir()
     (run / "run.json").write_text('{"options": {"lora_rank": 4}}')
     with pytest.raises(ModelError, match="holds no exported model") as caught:
-        resolve(run)
+        resolve_model(run)
     assert str(caught.value.hint).endswith("model' --merge")
     (run / "run.json").write_text('{"command": "serve", "model": "tiny-llama"}')
     with pytest.raises(ModelError, match="the folder of a server") as caught:
-        resolve(run)
+        resolve_model(run)
     assert str(caught.value.hint) == "the model that it served: tiny-llama"
 
 
@@ -95,7 +95,7 @@ def test_an_adapter_is_not_the_model_that_it_was_trained_on(tmp_path):
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="holds an adapter") as caught:
-        resolve(folder)
+        resolve_model(folder)
     assert "merge_and_unload" in str(caught.value.hint)
     base = write(tmp_path / "base", **LLAMA)
     (folder / "adapter_config.json").write_text(
@@ -103,16 +103,16 @@ def test_an_adapter_is_not_the_model_that_it_was_trained_on(tmp_path):
     )
     (tmp_path / "run" / "run.json").write_text("{}")
     for name in (folder, tmp_path / "run"):  # the run that trained it, too
-        assert resolve(name, weights=False).dimensions == resolve(base).dimensions
+        assert resolve_model(name, weights=False).dimensions == resolve_model(base).dimensions
         with pytest.raises(ModelError, match="which has no weights"):
-            resolve(name)
+            resolve_model(name)
 
 
 def test_run_spec_gives_the_source_back(tmp_path):
     folder = write(tmp_path / "m", **LLAMA)
     (folder / "model.safetensors").write_bytes(b"")
     spec = RunSpec(model=str(folder), config=LLAMA, layout=Layout(), weights=str(folder))
-    source = of_run(spec)
+    source = run_source(spec)
     assert (source.config, source.weights, source.directory) == (LLAMA, folder, folder)
 
 
@@ -150,24 +150,24 @@ def test_run_spec_gives_the_source_back(tmp_path):
 )
 def test_what_is_refused(tmp_path, config, words):
     with pytest.raises(ModelError, match=words):
-        resolve(write(tmp_path, **config))
+        resolve_model(write(tmp_path, **config))
 
 
 def test_hints_that_can_be_pasted(tmp_path):
     with pytest.raises(ModelError, match="text-only"):
-        resolve(write(tmp_path, model_type="gemma3"))
+        resolve_model(write(tmp_path, model_type="gemma3"))
     with pytest.raises(ModelError) as caught:
-        resolve("meta-llama/Llama-3.1-8B")
+        resolve_model("meta-llama/Llama-3.1-8B")
     assert "hf download meta-llama/Llama-3.1-8B" in str(caught.value.hint)
     for path in ("/nope", "./nope", "~/nope"):  # no name of a hub
         with pytest.raises(ModelError) as caught:
-            resolve(path)
+            resolve_model(path)
         assert "hf download" not in str(caught.value.hint)
     with pytest.raises(ModelError) as caught:
-        resolve("tiny-lama")
+        resolve_model("tiny-lama")
     assert "tiny-llama" in str(caught.value.hint)
     with pytest.raises(ModelError, match="unknown model 'qwen3-4b': there is no") as caught:
-        resolve("qwen3-4b")  # neither is qwen3-8b
+        resolve_model("qwen3-4b")  # neither is qwen3-8b
     assert "the catalogue has 'qwen3-8b', another size" in str(caught.value.hint)
 
 
@@ -176,25 +176,25 @@ def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tm
 
     BambaConfig(time_step_limit=(0.5, float("inf"))).save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
-    assert resolve(tmp_path).config["time_step_limit"] == [0.5, float("inf")]
+    assert resolve_model(tmp_path).config["time_step_limit"] == [0.5, float("inf")]
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ModelError, match="holds a list"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path):
     write(tmp_path, **LLAMA)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(ModelError, match="a pickle"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
 
 
 def test_a_configuration_never_chooses_code(tmp_path):
@@ -204,16 +204,16 @@ def test_a_configuration_never_chooses_code(tmp_path):
         _attn_implementation="someone/their-kernel",
         rope_parameters={"rope_type": "default", "rope_theta": 1.0, "use_kernels": True},
     )
-    config = resolve(tmp_path).config
+    config = resolve_model(tmp_path).config
     assert "their-kernel" not in json.dumps(config)
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1.0}
 
 
 def test_trusted_code_keeps_its_directory(tmp_path):
     write(tmp_path, **LLAMA, auto_map={"AutoConfig": "x.Y"})
-    assert resolve(tmp_path, trust_remote_code=True).code == tmp_path
+    assert resolve_model(tmp_path, trust_remote_code=True).code == tmp_path
     write(tmp_path, **LLAMA)
-    assert resolve(tmp_path, trust_remote_code=True).code is None
+    assert resolve_model(tmp_path, trust_remote_code=True).code is None
 
 
 def test_a_size_that_cannot_be():
@@ -227,7 +227,7 @@ def test_an_encoder_is_no_causal_model_unless_it_says_so(tmp_path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "bert"}')
     with pytest.raises(ModelError, match="is an encoder") as caught:
-        resolve(tmp_path)
+        resolve_model(tmp_path)
     assert '"is_decoder": true' in (caught.value.hint or "")
     file.write_text('{"model_type": "bert", "is_decoder": true}')
-    assert resolve(tmp_path).config["is_decoder"]
+    assert resolve_model(tmp_path).config["is_decoder"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hocket.models import text_part
-from hocket.models.source import resolve
+from hocket.models.source import resolve_model
 from hocket.spec.errors import ModelError
 
 pytestmark = pytest.mark.torch
@@ -69,16 +69,16 @@ def made(kind: str) -> Any:
 def test_logits_are_those_of_the_multimodal_model(kind: str, tmp_path: Path) -> None:
     import torch
 
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.models.weights import Weights
     from hocket.spec.placement import Placement
 
     whole = made(kind).eval()
     whole.save_pretrained(tmp_path)
-    source = resolve(tmp_path)
+    source = resolve_model(tmp_path)
     assert source.weights == tmp_path
-    skeleton = build(source.config)
-    alone = build(source.config)
+    skeleton = build_skeleton(source.config)
+    alone = build_skeleton(source.config)
     placements = {
         name: Placement.whole(name, tuple(parameter.shape))
         for name, parameter in alone.named_parameters()
@@ -94,7 +94,7 @@ def test_logits_are_those_of_the_multimodal_model(kind: str, tmp_path: Path) -> 
 def test_a_missing_tensor_of_the_language_model_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.models.weight_files import WeightFiles
     from hocket.spec.errors import WeightsError
 
@@ -103,7 +103,7 @@ def test_a_missing_tensor_of_the_language_model_is_an_error(tmp_path: Path) -> N
     tensors = load_file(file)
     del tensors["language_model.model.norm.weight"]
     save_file(tensors, file, {"format": "pt"})
-    skeleton = build(resolve(tmp_path).config)
+    skeleton = build_skeleton(resolve_model(tmp_path).config)
     with pytest.raises(WeightsError, match=r"missing model\.norm\.weight"):
         WeightFiles(tmp_path, skeleton)
 
@@ -113,4 +113,4 @@ def test_a_type_without_a_language_model_of_its_own_is_rejected(tmp_path: Path) 
         json.dumps({"model_type": "blip", "text_config": {"model_type": "blip_text_model"}})
     )
     with pytest.raises(ModelError, match="not a text-only"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)

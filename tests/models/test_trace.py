@@ -89,7 +89,7 @@ def test_llama_saves_what_its_gated_block_needs():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_are_those_of_the_real_modules(name):
     shape = trace(FAMILIES[name], name=name)
-    real = skeleton.build(FAMILIES[name])
+    real = skeleton.build_skeleton(FAMILIES[name])
     assert shape.num_parameters == sum(p.numel() for p in real.parameters())
     assert ModelShape.from_json(shape.to_json()) == shape
     assert len(shape.layers) == real.config.num_hidden_layers
@@ -114,7 +114,7 @@ def test_operations_are_what_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 
     values = {**FAMILIES["qwen3"], "max_position_embeddings": 64}
-    model = skeleton.build(values, attention="eager", device="cpu")
+    model = skeleton.build_skeleton(values, attention="eager", device="cpu")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(2, 32, dtype=torch.long), use_cache=False)
     shape = trace(values)
@@ -184,7 +184,7 @@ def test_attention_without_a_fused_kernel_is_recognised():
 
 
 def test_a_skeleton_will_do():
-    shape = trace(skeleton.build(LLAMA))
+    shape = trace(skeleton.build_skeleton(LLAMA))
     assert shape.num_parameters == trace(LLAMA).num_parameters
 
 
@@ -210,7 +210,7 @@ def test_families_that_are_built_otherwise_at_real_size(name):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(name, **LARGE[name])
     shape = trace(config)
-    real = skeleton.build(config.to_dict(), dtype=torch.bfloat16)
+    real = skeleton.build_skeleton(config.to_dict(), dtype=torch.bfloat16)
     assert shape.num_parameters == sum(p.numel() for p in real.parameters())
     for kind in set(shape.layers):
         block = shape.blocks[kind]

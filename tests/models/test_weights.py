@@ -17,7 +17,7 @@ class Case:
         from hocket.models.plans import plan_for
 
         self.config = config
-        self.skeleton = skeleton.build(config)
+        self.skeleton = skeleton.build_skeleton(config)
         self.plan = plan_for(self.skeleton)
 
     def stage(self, source=None, *, degree=1, index=0, bounds=(4,), stage=0, seed=3,
@@ -30,7 +30,7 @@ class Case:
         from hocket.runtime.record import Recorder
         from hocket.runtime.tensor_parallel.apply import apply_tensor_parallel
 
-        module = cut(skeleton.build(self.config), self.plan.stages, bounds, stage)
+        module = cut(skeleton.build_skeleton(self.config), self.plan.stages, bounds, stage)
         axis = Axis("tp", degree, index, tuple(range(degree)), None)
         placements = apply_tensor_parallel(module, self.plan.tensor, axis, Recorder())
         if experts is not None:
@@ -62,7 +62,7 @@ def test_every_layout_holds_the_same_values(family, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
     case = Case(VARIANTS[family])
     whole, _ = case.stage()
@@ -83,7 +83,7 @@ def test_every_layout_holds_the_same_values(family, tmp_path):
     agree(None)
     shake(whole)
     whole.save_pretrained(tmp_path)
-    source = resolve(tmp_path)
+    source = resolve_model(tmp_path)
     agree(source)
 
     ids = torch.randint(3, 60, (2, 12))
@@ -149,9 +149,9 @@ def save(tmp_path, tensors, config=LLAMA, *, shards=1):
             where |= dict.fromkeys(part, file)
         index = {"metadata": {}, "weight_map": where}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
-    return resolve(tmp_path)
+    return resolve_model(tmp_path)
 
 
 def tensors_of(config):
@@ -232,10 +232,10 @@ def test_damaged_files_are_refused(tmp_path):
 @pytest.mark.torch
 def test_a_constant_that_only_the_constructor_computes():
     from hocket.models.initial import buffer_values
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
-    skeleton = build({"model_type": "apertus", "intermediate_size": 48, **sizes})
+    skeleton = build_skeleton({"model_type": "apertus", "intermediate_size": 48, **sizes})
     values = buffer_values(skeleton, "model.layers.0.mlp.act_fn")
     assert {name: bool(value.isfinite().all()) for name, value in values.items()} == dict.fromkeys(
         values, True
@@ -249,7 +249,7 @@ def test_an_expert_rank_reads_its_experts_alone(family, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
     from hocket.runtime.mesh import Axis
     from tests.families import EXPERTS
 
@@ -257,7 +257,7 @@ def test_an_expert_rank_reads_its_experts_alone(family, tmp_path):
     saved = AutoModelForCausalLM.from_config(case.skeleton.config)
     shake(saved)
     saved.save_pretrained(tmp_path / "saved")
-    source = resolve(str(tmp_path / "saved"))
+    source = resolve_model(str(tmp_path / "saved"))
     whole, _ = case.stage(source)
     read = case.bytes_read
     full = dict(whole.named_parameters())

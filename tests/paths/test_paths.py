@@ -47,7 +47,7 @@ def hub_of(tmp_path: Path) -> Repo:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hocket.training.tokenizer import resolve
+    from hocket.training.tokenizer import resolve_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -55,7 +55,7 @@ def hub_of(tmp_path: Path) -> Repo:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    resolve("bytes", model_dir=None).save(tmp_path / "llama")
+    resolve_tokenizer("bytes", model_dir=None).save(tmp_path / "llama")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (tmp_path / "llama" / "chat_template.jinja").write_text(template)
     return Repo("meta-llama/Llama-3.1-8B", folder(tmp_path / "llama"))

@@ -19,7 +19,7 @@ from typing import Any
 from hocket.planning.layouts import layout_at
 from hocket.planning.plan import plan_one
 from hocket.planning.service import emit as service
-from hocket.planning.tools.emit import TOOLS, emit, reasons
+from hocket.planning.tools.emit import TOOLS, emit, tool_reasons
 from hocket.planning.tools.limits import division
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -54,7 +54,7 @@ def _trained(name: str, count: int) -> list[dict[str, Any]]:
             size = 64 // layout.dp // (layout.microbatches or 1)
             context = limits.context[-1] if layout.cp > 1 else ""
             one = dataclasses.replace(known, layout=layout, microbatch=size, context=context)
-            assert not reasons(limits, bounded, one)
+            assert not tool_reasons(limits, bounded, one)
             text = emit(name, bounded, one)
             found.append({"text": text, "dp": layout.dp, **facts(problem, layout)})
     return found
@@ -76,7 +76,7 @@ def _served(name: str, count: int) -> list[dict[str, Any]]:
         )
         one = dataclasses.replace(one, ep=draw.choice([1, 2, 8]) if one.experts else 1)
         try:
-            text = service.command(name, one)
+            text = service.server_command(name, one)
         except OptionError:
             continue
         facts = {name: getattr(one, name) for name in ("tp", "pp", "heads", "layers", "experts")}

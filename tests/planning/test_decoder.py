@@ -13,7 +13,7 @@ from hocket.catalogue import hardware
 from hocket.catalogue.models import config
 from hocket.catalogue.shapes import shape
 from hocket.cost.constants import constants
-from hocket.cost.layout_batch import columns
+from hocket.cost.layout_batch import layout_columns
 from hocket.cost.machine import machine
 from hocket.cost.memory import peak_memory
 from hocket.cost.step import step_times
@@ -75,7 +75,7 @@ def test_prices_and_memory_agree(name: str, stack: str) -> None:
         Layout(dp=16, tp=4, pp=2, microbatches=4, recompute="full"),
         Layout(dp=32, tp=4, microbatches=2, zero=3, recompute="selective"),
     ]
-    at, seq = columns(layouts, 256), np.array([2048.0])
+    at, seq = layout_columns(layouts, 256), np.array([2048.0])
     cluster = machine(hardware.cluster("16x8xA100-SXM-80"))
     known = constants("A100-SXM-80", stack)
     prices, held = [], []

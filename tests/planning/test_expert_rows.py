@@ -14,10 +14,10 @@ from hocket.catalogue.shapes import shape
 from hocket.cost.constants import quantiles
 from hocket.cost.terms import terms
 from hocket.planning.expert_decoder import expert_decoder
-from hocket.planning.layouts import layout_at, legal
+from hocket.planning.layouts import layout_at, legal_layouts
 from hocket.planning.problem import Problem
-from hocket.planning.table import PublishedRow, parse
-from hocket.planning.validate import price
+from hocket.planning.table import PublishedRow, parse_training_row
+from hocket.planning.validate import price_training_rows
 from hocket.spec.model_shape import ModelShape
 
 EXTRACT = Path(__file__).parent / "published_extract.csv"
@@ -36,13 +36,13 @@ GROK = {
 
 
 def row(**changes: str) -> PublishedRow:
-    found = parse(GROK | changes)
+    found = parse_training_row(GROK | changes)
     assert isinstance(found, PublishedRow), found
     return found
 
 
 def seconds(**changes: str) -> float:
-    return price([row(**changes)])[0].step
+    return price_training_rows([row(**changes)])[0].step
 
 
 def flops(of: ModelShape) -> float:
@@ -85,16 +85,16 @@ def test_latent_attention_is_that_of_deepseek() -> None:
 
 
 def test_a_row_of_experts_needs_its_columns() -> None:
-    found = parse(GROK | {"experts": ""})
+    found = parse_training_row(GROK | {"experts": ""})
     assert isinstance(found, PublishedRow) is False or found.shape.experts == 0
-    assert "moe_ffn" in str(parse(GROK | {"moe_ffn": ""}))
+    assert "moe_ffn" in str(parse_training_row(GROK | {"moe_ffn": ""}))
 
 
 def test_a_published_mixture_is_predicted() -> None:
     one = row()
     assert one.shape.experts == 8
     assert one.shape.num_parameters == pytest.approx(2 * 4.92e9 + 2 * 131072 * 6144, rel=0.01)
-    assert price([one])[0].step == pytest.approx(24.0, rel=0.15)
+    assert price_training_rows([one])[0].step == pytest.approx(24.0, rel=0.15)
 
 
 def test_overlap_hides_dispatching_and_flex_sends_once_to_each_node() -> None:
@@ -114,21 +114,28 @@ def test_whole_experts_need_no_tensor_collectives() -> None:
 
 
 def test_folded_experts_are_proposed_and_written() -> None:
-    found = legal(shape("mixtral-8x7b"), 8, 4096, 64, pins={"tp": 2, "pp": 1, "cp": 1, "ep": 8})
+    found = legal_layouts(
+        shape("mixtral-8x7b"), 8, 4096, 64, pins={"tp": 2, "pp": 1, "cp": 1, "ep": 8}
+    )
     assert set(found.etp) == {1.0}
     texts = {str(layout_at(found, i)).partition(":")[0] for i in range(len(found))}
     assert texts == {"dp4.tp2.ep8.etp1"}
-    some = legal(shape("mixtral-8x7b"), 8, 4096, 64, pins={"tp": 2, "pp": 1, "cp": 1, "ep": 2})
+    some = legal_layouts(
+        shape("mixtral-8x7b"), 8, 4096, 64, pins={"tp": 2, "pp": 1, "cp": 1, "ep": 2}
+    )
     assert set(some.etp) == {1.0, 2.0}
 
 
 def test_dense_rows_do_not_know_the_columns_of_experts() -> None:
     with EXTRACT.open() as file:
         dense = next(r for r in csv.DictReader(file) if "8x" not in r["model"])
-    one, other = parse(dense), parse(dense | {"dispatcher": "alltoall", "etp": "1"})
+    one, other = (
+        parse_training_row(dense),
+        parse_training_row(dense | {"dispatcher": "alltoall", "etp": "1"}),
+    )
     assert isinstance(one, PublishedRow)
     assert isinstance(other, PublishedRow)
-    times = [price([r])[0].step for r in (one, other)]
+    times = [price_training_rows([r])[0].step for r in (one, other)]
     assert math.isclose(*times)
 
 

@@ -11,11 +11,11 @@ from hocket.catalogue import hardware, shapes
 from hocket.cost.measured_stage import GRADIENT_BYTES
 from hocket.jobs.plan import default_precision
 from hocket.planning.fit import HEADROOM
-from hocket.planning.plan import plan, plan_one
+from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
-from hocket.planning.table import read
+from hocket.planning.table import read_training_table
 from hocket.planning.tools.megatron import LIMITS
-from hocket.planning.validate import report
+from hocket.planning.validate import training_report
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import RECOMPUTE, Layout
@@ -59,7 +59,7 @@ def test_the_published_layout_of_405b_fits_without_recompute() -> None:
 def test_no_layout_without_context_parallelism_beats_the_published_one_by_far() -> None:
     """Tensor parallelism over two nodes was ranked before it; nothing within a node was."""
     (published,) = plan_one(LLAMA_405B, Layout.parse(PUBLISHED)).layouts
-    best = plan(LLAMA_405B, top=1, pins={"cp": 1}, everything=True).best
+    best = best_layouts(LLAMA_405B, top=1, pins={"cp": 1}, everything=True).best
     assert published.step_seconds.median <= 1.05 * best.step_seconds.median
     assert best.layout.tp <= 8
 
@@ -67,7 +67,9 @@ def test_no_layout_without_context_parallelism_beats_the_published_one_by_far() 
 def test_the_published_layout_is_near_the_best_of_all() -> None:
     """The goal is 5%; docs/reference/accuracy.md has the reasons for what is missing."""
     (published,) = plan_one(LLAMA_405B, Layout.parse(PUBLISHED)).layouts
-    best = plan(dataclasses.replace(LLAMA_405B, limits=(LIMITS,)), top=1, everything=True).best
+    best = best_layouts(
+        dataclasses.replace(LLAMA_405B, limits=(LIMITS,)), top=1, everything=True
+    ).best
     assert published.step_seconds.median <= 1.09 * best.step_seconds.median
     assert best.layout.cp > 1  # else nothing of the above is needed
 
@@ -102,7 +104,7 @@ def test_light_ends_are_among_the_layouts() -> None:
 
 def test_proposals_leave_the_headroom_and_tight_ones_say_so() -> None:
     usable = EIGHT.cluster.node.gpu.usable
-    found = plan(EIGHT, top=5)
+    found = best_layouts(EIGHT, top=5)
     for one in found.layouts:
         assert one.fits
         assert not one.tight
@@ -156,7 +158,7 @@ def test_plan_a_published_row_and_a_run_count_the_same_bytes() -> None:
         parameters = problem.shape.num_parameters
         if zero < 2:
             assert found.memory_by_kind["gradients"] == pytest.approx(4 * parameters, rel=1e-3)
-        row = dict.fromkeys(read(EXTRACT)[0], "") | {
+        row = dict.fromkeys(read_training_table(EXTRACT)[0], "") | {
             "id": "one", "source": "megatron-core", "model": "llama-3-8b", "seq": "4096",
             "global_batch": "64", "micro_batch": "1", "gpu": "H100-80", "n_gpus": "64",
             "gpus_per_node": "8", "tp": "1", "pp": "1", "cp": "1", "dp": "64", "sp": "0",
@@ -165,7 +167,7 @@ def test_plan_a_published_row_and_a_run_count_the_same_bytes() -> None:
             "vocab": "128256",
             "measured_iter_s": "1", "mem_kind": "nvidia-smi",
         }  # fmt: skip
-        (one,) = report([row]).priced
+        (one,) = training_report([row]).priced
         assert one.memory == pytest.approx(found.memory, rel=0.01)
         assert one.fits == found.fits
     assert state_bytes("fp32").gradient == GRADIENT_BYTES

@@ -7,19 +7,19 @@ import itertools
 import numpy as np
 import pytest
 
-from hocket.cost.layout_batch import NAMES, SCHEDULES, columns
+from hocket.cost.layout_batch import NAMES, SCHEDULES, layout_columns
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
     Layouts,
     layout_at,
-    legal,
-    parse_pins,
+    layout_pins,
+    legal_layouts,
     row,
     runs_here,
     tensor_degrees,
-    why_not,
+    unmet_pin,
 )
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
@@ -41,7 +41,7 @@ def layouts(found: Layouts) -> list[Layout]:
 def test_every_legal_mesh_and_no_other() -> None:
     """Against a loop over all degrees, each asked about alone; eight stages of six layers are
     embedding, layers and head (`light-ends`)."""
-    found = {(one.dp, one.pp, one.cp, one.tp) for one in layouts(legal(SMALL, 8, 64, 12))}
+    found = {(one.dp, one.pp, one.cp, one.tp) for one in layouts(legal_layouts(SMALL, 8, 64, 12))}
     expected = {
         (dp, pp, cp, tp)
         for dp, pp, cp, tp in itertools.product((1, 2, 4, 8), repeat=4)
@@ -55,25 +55,25 @@ def test_every_legal_mesh_and_no_other() -> None:
 
 def test_every_row_is_a_layout_that_its_schedule_can_be_built_for() -> None:
     seen = set()
-    for one in layouts(legal(SMALL, 8, 64, 12)):
+    for one in layouts(legal_layouts(SMALL, 8, 64, 12)):
         assert one.world_size == 8
         assert one.microbatches is not None
         assert 12 % (one.dp * one.microbatches) == 0
         key = one.schedule, one.pp, one.virtual_stages, one.microbatches
         if key not in seen:
             seen.add(key)
-            build(one, one.microbatches)  # checked: it would not hang
+            build_schedule(one, one.microbatches)  # checked: it would not hang
     assert {name for name, *_ in seen} == {"1f1b", "interleaved", "zero-bubble", "zb-v"}
 
 
 def test_rows_differ() -> None:
-    found = layouts(legal(SMALL, 8, 64, 12))
+    found = layouts(legal_layouts(SMALL, 8, 64, 12))
     assert len(set(found)) == len(found) > 100
 
 
 def test_pins_leave_only_what_they_name() -> None:
-    pins = parse_pins(["tp=2", "recompute=full", "microbatch=2", "zero=3", "schedule=gpipe"])
-    found = legal(SMALL, 8, 64, 16, pins=pins)
+    pins = layout_pins(["tp=2", "recompute=full", "microbatch=2", "zero=3", "schedule=gpipe"])
+    found = legal_layouts(SMALL, 8, 64, 16, pins=pins)
     assert len(found)
     assert set(found.microbatch) == {2.0}
     for one in layouts(found):
@@ -96,25 +96,25 @@ def test_pins_leave_only_what_they_name() -> None:
 )
 def test_a_pin_that_cannot_be(pin: str, said: str) -> None:
     with pytest.raises(HocketError, match=said):
-        parse_pins([pin])
+        layout_pins([pin])
 
 
 def test_a_pin_said_twice() -> None:
-    assert parse_pins(["tp=2", "tp=2"]) == {"tp": 2}
+    assert layout_pins(["tp=2", "tp=2"]) == {"tp": 2}
     with pytest.raises(OptionError, match="gives tp twice: 2 and 4"):
-        parse_pins(["tp=2", "tp=4"])
+        layout_pins(["tp=2", "tp=4"])
 
 
 def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
-    found = layouts(legal(SMALL, 8, 64, 16, pins={"zero": 3, "pp": 1, "cp": 1}, domain=4))
+    found = layouts(legal_layouts(SMALL, 8, 64, 16, pins={"zero": 3, "pp": 1, "cp": 1}, domain=4))
     shards = {(one.dp, one.tp, one.shard) for one in found}
     assert shards == {(8, 1, None), (8, 1, 4), (4, 2, None), (4, 2, 2), (2, 4, None), (1, 8, None)}
-    pinned = layouts(legal(SMALL, 8, 64, 16, pins=parse_pins(["shard=2", "zero=1"])))
+    pinned = layouts(legal_layouts(SMALL, 8, 64, 16, pins=layout_pins(["shard=2", "zero=1"])))
     assert pinned
     assert all(one.shard == 2 or one.dp == 2 for one in pinned)
-    free = layouts(legal(SMALL, 8, 64, 16, pins=parse_pins(["shard=2"])))
+    free = layouts(legal_layouts(SMALL, 8, 64, 16, pins=layout_pins(["shard=2"])))
     assert {one.zero for one in free} == {1, 2, 3}
-    here = layouts(legal(SMALL, 8, 64, 16, here=True, domain=4))
+    here = layouts(legal_layouts(SMALL, 8, 64, 16, here=True, domain=4))
     assert {one.zero for one in here if one.shard} == {1, 2, 3}
 
 
@@ -132,18 +132,18 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
     ],
 )
 def test_why_pins_are_not_legal(pins: dict[str, int], said: str | None) -> None:
-    found = why_not(SMALL, 8, 64, 12, pins)
+    found = unmet_pin(SMALL, 8, 64, 12, pins)
     assert (found is None) if said is None else (found is not None and said in found)
 
 
 def test_ep_may_be_pinned_by_itself() -> None:
-    assert parse_pins(["ep=4", "dp=8"]) == {"ep": 4, "dp": 8}
+    assert layout_pins(["ep=4", "dp=8"]) == {"ep": 4, "dp": 8}
 
 
 def test_what_runs_here_is_what_the_table_of_capabilities_says() -> None:
-    found = legal(SMALL, 8, 64, 12)
+    found = legal_layouts(SMALL, 8, 64, 12)
     assert runs_here(found).tolist() == [runs(one) for one in layouts(found)]
-    here = legal(SMALL, 8, 64, 12, here=True)
+    here = legal_layouts(SMALL, 8, 64, 12, here=True)
     assert sorted(map(str, layouts(here))) == sorted(
         str(one) for one in layouts(found) if runs(one)
     )
@@ -218,21 +218,21 @@ def test_names_are_those_of_the_registry() -> None:
     ],
 )
 def test_each_schedule_has_its_own_price(text: str, priced: str) -> None:
-    found = columns([Layout.parse(text)], 8)
+    found = layout_columns([Layout.parse(text)], 8)
     assert SCHEDULES[int(found.schedule[0])] == priced
 
 
 def test_nothing_legal_is_an_empty_answer() -> None:
-    found = legal(SMALL, 7, 64, 12)
+    found = legal_layouts(SMALL, 7, 64, 12)
     assert len(found) == 0
     assert runs_here(found).dtype == np.bool_
 
 
 def test_more_stages_of_a_rank_only_where_they_are_shorter() -> None:
-    found = layouts(legal(LONG, 4, 64, 16, pins={"pp": 4}))
+    found = layouts(legal_layouts(LONG, 4, 64, 16, pins={"pp": 4}))
     # 24 layers on four ranks, six each: stages of 6, 3, 2 and 1 layers; 4 or 5 make none shorter
     # than 3 does.
     assert {one.virtual_stages for one in found} == {1, 2, 3, 6}
-    pinned = layouts(legal(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 5}))
+    pinned = layouts(legal_layouts(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 5}))
     assert {one.virtual_stages for one in pinned} == {5}
-    assert not len(legal(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 7}))
+    assert not len(legal_layouts(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 7}))

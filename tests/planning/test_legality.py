@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from hocket.jobs import validate as validation
-from hocket.jobs.validate import validate
+from hocket.jobs.validate import validate_layout
 from hocket.models.dimensions import Dimensions
 from hocket.planning import machine_choice
 from hocket.planning.decoder import decoder
-from hocket.planning.layouts import layout_at, legal, row, tensor_degrees
+from hocket.planning.layouts import layout_at, legal_layouts, row, tensor_degrees
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import LayoutError, ScheduleError
 from hocket.spec.layout import CUTS, Layout
@@ -24,7 +24,7 @@ SEQ_LEN, BATCH = 36, 24
 @pytest.fixture(autouse=True)
 def no_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands are refused here, and what lies nearest to each is not in question."""
-    monkeypatch.setattr(validation, "nearest", lambda *_, **__: [])
+    monkeypatch.setattr(validation, "nearest_layouts", lambda *_, **__: [])
 
 
 MODELS = [
@@ -67,7 +67,7 @@ WORKLOAD = Workload(seq_len=SEQ_LEN, global_batch=BATCH)
 
 def allowed(sizes: tuple[int, ...], layout: Layout) -> bool:
     try:
-        validate(dimensions(sizes), layout, WORKLOAD)
+        validate_layout(dimensions(sizes), layout, WORKLOAD)
     except LayoutError:
         return False
     return True
@@ -110,11 +110,11 @@ def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 6, 12])
 def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
-    found = legal(shape(sizes), num_gpus, SEQ_LEN, BATCH, here=True, domain=4)
+    found = legal_layouts(shape(sizes), num_gpus, SEQ_LEN, BATCH, here=True, domain=4)
     proposed = {layout_at(found, index) for index in range(len(found))}
     for one in proposed:
         assert runs(one)
-        assert validate(dimensions(sizes), one, WORKLOAD) == one
+        assert validate_layout(dimensions(sizes), one, WORKLOAD) == one
     meshes = {(one.dp, one.pp, one.cp, one.tp) for one in proposed}
     expected = {
         (dp, pp, cp, tp)
@@ -131,7 +131,7 @@ def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
 def test_the_machines_candidates_are_among_what_is_allowed(sizes: tuple[int, ...]) -> None:
     """Its candidates know heads, layers and batch alone; what is left is asked of the validator."""
     degrees = tensor_degrees(shape(sizes))
-    for one in machine_choice.candidates(shape(sizes), WORKLOAD, 8):
+    for one in machine_choice.candidate_layouts(shape(sizes), WORKLOAD, 8):
         assert allowed(sizes, one) == (one.tp in degrees), one
 
 
@@ -143,4 +143,4 @@ def test_microbatches_left_open_are_resolved_alike(text: str) -> None:
     except (LayoutError, ScheduleError):
         assert not allowed(sizes, layout)
         return
-    assert validate(dimensions(sizes), layout, WORKLOAD) == found
+    assert validate_layout(dimensions(sizes), layout, WORKLOAD) == found

@@ -9,7 +9,7 @@ import pytest
 from hocket.catalogue import shapes
 from hocket.catalogue.hardware import cluster
 from hocket.planning.links import AxisLinks, alternative, axis_links, cluster_links
-from hocket.planning.placement import orders, place, placed, priced
+from hocket.planning.placement import best_order, orders, placed_forecast, priced
 from hocket.planning.plan import plan_one
 from hocket.planning.pool import pool
 from hocket.planning.problem import Problem
@@ -84,8 +84,8 @@ def test_the_order_decides_what_crosses_the_network() -> None:
     crossing = {one.axis: one.link for one in axis_links(asked, wrong)}
     assert crossing["tp"].startswith("network")
     assert crossing["dp"].startswith("NVLink")
-    assert place(asked, wrong).order[0] == "tp"
-    assert place(asked, layout) == layout
+    assert best_order(asked, wrong).order[0] == "tp"
+    assert best_order(asked, layout) == layout
     (best, order), *_, (worst, _) = priced(asked, wrong)
     assert order[0] == "tp"
     assert worst > 2 * best
@@ -103,8 +103,8 @@ def test_a_step_in_another_order_waits_for_what_crosses_slower_links() -> None:
     assert wrong.parts["communication inside layers"] > usual.parts["communication inside layers"]
     assert wrong.memory == usual.memory
     # The planner finds back: the order that it was given was not the best.
-    assert placed(asked, wrong).layout.order[0] == "tp"
-    assert placed(asked, usual) is usual
+    assert placed_forecast(asked, wrong).layout.order[0] == "tp"
+    assert placed_forecast(asked, usual) is usual
 
 
 def test_every_order_is_looked_at_once() -> None:

@@ -9,10 +9,15 @@ import pytest
 
 from hocket.catalogue import shapes
 from hocket.cost.measured_links import MeasuredLinks
-from hocket.cost.measured_rates import Rates, between
+from hocket.cost.measured_rates import Rates, interpolated_seconds
 from hocket.cost.measured_stage import Microbatch, stage_seconds
-from hocket.planning.machine_choice import candidates, choose, leaner, weigh
-from hocket.planning.machine_forecast import MeasuredMachine, forecast
+from hocket.planning.machine_choice import (
+    candidate_layouts,
+    choose_layout,
+    evaluate_layouts,
+    leaner,
+)
+from hocket.planning.machine_forecast import MeasuredMachine, machine_forecast
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -103,7 +108,7 @@ MACHINE = MeasuredMachine(measured=measured())
 
 
 def told(layout: str, machine: MeasuredMachine = MACHINE, work: Workload = WORK) -> Forecast:
-    return forecast(SHAPE, Layout.parse(layout), work, machine)[0]
+    return machine_forecast(SHAPE, Layout.parse(layout), work, machine)[0]
 
 
 # --- rates ---------------------------------------------------------------------------------------
@@ -135,9 +140,9 @@ def test_an_unmeasured_type_is_said() -> None:
 
 def test_between_two_points_doublings_run_straight() -> None:
     points = [(1.0, 1.0), (4.0, 16.0)]
-    assert between(points, 2.0) == pytest.approx(4.0)
-    assert between(points, 0.5) == 1.0
-    assert between(points, 8.0) == 32.0
+    assert interpolated_seconds(points, 2.0) == pytest.approx(4.0)
+    assert interpolated_seconds(points, 0.5) == 1.0
+    assert interpolated_seconds(points, 8.0) == 32.0
 
 
 def test_a_kernel_grows_with_its_work() -> None:
@@ -187,8 +192,8 @@ def test_slow_links_turn_the_choice_away_from_tensor_parallelism() -> None:
     pair = [Layout.parse("tp2:microbatches=1"), Layout.parse("pp2:microbatches=8")]
     fast = MeasuredMachine(measured=measured(latency=1e-7, rate=1e12))
     slow = dataclasses.replace(fast, wires=Wires.parse("net100g:scale=20000"))
-    assert choose(SHAPE, WORK, fast, pair)[0].layout.startswith("tp2")
-    assert choose(SHAPE, WORK, slow, pair)[0].layout.startswith("pp2")
+    assert choose_layout(SHAPE, WORK, fast, pair)[0].layout.startswith("tp2")
+    assert choose_layout(SHAPE, WORK, slow, pair)[0].layout.startswith("pp2")
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -240,7 +245,7 @@ def test_collectives_are_those_that_the_runtime_counts() -> None:
 
 
 def test_the_forecast_reads_back() -> None:
-    best, _ = choose(SHAPE, WORK, MACHINE, [Layout.parse("dp2"), Layout.parse("tp2")])
+    best, _ = choose_layout(SHAPE, WORK, MACHINE, [Layout.parse("dp2"), Layout.parse("tp2")])
     assert Forecast.from_json(best.to_json()) == best
     assert Forecast.from_json(Forecast.none("dp2", "why not").to_json()).why == "why not"
 
@@ -249,8 +254,8 @@ def test_the_forecast_reads_back() -> None:
 
 
 def test_the_choice_is_the_fastest_that_fits() -> None:
-    layouts = candidates(SHAPE, WORK, 4)
-    best, timeline = choose(SHAPE, WORK, MACHINE, layouts)
+    layouts = candidate_layouts(SHAPE, WORK, 4)
+    best, timeline = choose_layout(SHAPE, WORK, MACHINE, layouts)
     assert best.alternatives[0].chosen
     assert best.alternatives[0].layout == best.layout
     seconds = [one.step_seconds for one in best.alternatives]
@@ -258,15 +263,15 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
     assert timeline.num_ranks == Layout.parse(best.layout).world_size
     # Half of what the fastest takes: another one is chosen, and it fits.
     tight = dataclasses.replace(MACHINE, capacity=max(best.peak_bytes) // 2)
-    other, _ = choose(SHAPE, WORK, tight, layouts)
+    other, _ = choose_layout(SHAPE, WORK, tight, layouts)
     assert max(other.peak_bytes) <= tight.capacity
     assert other.step_seconds >= best.step_seconds
 
 
 def test_what_cannot_be_the_fastest_need_not_be_played() -> None:
-    layouts = candidates(SHAPE, WORK, 4)
-    few, _ = choose(SHAPE, WORK, MACHINE, layouts, shown=1)
-    every, _ = choose(SHAPE, WORK, MACHINE, layouts, shown=len(layouts))
+    layouts = candidate_layouts(SHAPE, WORK, 4)
+    few, _ = choose_layout(SHAPE, WORK, MACHINE, layouts, shown=1)
+    every, _ = choose_layout(SHAPE, WORK, MACHINE, layouts, shown=len(layouts))
     assert len(every.alternatives) == len(layouts)
     assert few.layout == every.layout
 
@@ -274,17 +279,17 @@ def test_what_cannot_be_the_fastest_need_not_be_played() -> None:
 def test_what_fits_nowhere_is_refused_with_the_least() -> None:
     tiny = dataclasses.replace(MACHINE, capacity=10**6)
     with pytest.raises(LayoutError, match=r"the least is .* MB a rank in"):
-        choose(SHAPE, WORK, tiny, candidates(SHAPE, WORK, 4))
+        choose_layout(SHAPE, WORK, tiny, candidate_layouts(SHAPE, WORK, 4))
 
 
 def test_where_no_plain_layout_fits_memory_is_saved() -> None:
-    layouts = candidates(SHAPE, WORK, 4)
+    layouts = candidate_layouts(SHAPE, WORK, 4)
     least, _ = min(
-        weigh(SHAPE, WORK, MACHINE, layouts, shown=len(layouts)),
+        evaluate_layouts(SHAPE, WORK, MACHINE, layouts, shown=len(layouts)),
         key=lambda pair: max(pair[0].peak_bytes),
     )
     tight = dataclasses.replace(MACHINE, capacity=round(0.98 * max(least.peak_bytes)))
-    best, _ = choose(SHAPE, WORK, tight, layouts, otherwise=lambda: leaner(layouts))
+    best, _ = choose_layout(SHAPE, WORK, tight, layouts, otherwise=lambda: leaner(layouts))
     saving = Layout.parse(best.layout)
     assert saving.zero or saving.sequence_parallel or saving.recompute == "full"
     assert max(best.peak_bytes) <= tight.capacity
@@ -292,7 +297,7 @@ def test_where_no_plain_layout_fits_memory_is_saved() -> None:
 
 
 def test_candidates_are_legal_for_model_and_batch() -> None:
-    found = candidates(SHAPE, Workload(seq_len=128, global_batch=6), 4)
+    found = candidate_layouts(SHAPE, Workload(seq_len=128, global_batch=6), 4)
     assert {layout.world_size for layout in found} == {1, 2, 3, 4}
     for layout in found:
         assert SHAPE.heads % layout.tp == 0
@@ -303,7 +308,7 @@ def test_candidates_are_legal_for_model_and_batch() -> None:
 def test_a_step_with_every_group_that_a_layout_has_is_simulated(text: str) -> None:
     """Copied key/value heads and HSDP's replicas: groups that are neither an axis nor the world."""
     layout = dataclasses.replace(Layout.parse(text), microbatches=4)
-    found, timeline = forecast(
+    found, timeline = machine_forecast(
         shapes.shape("tiny-qwen3"), layout, Workload(seq_len=128, global_batch=16), MACHINE
     )
     assert found.known
@@ -329,11 +334,11 @@ def test_threads_are_not_foretold() -> None:
 
 def test_messages_that_nobody_measured_are_not_free() -> None:
     alone = dataclasses.replace(measured(), curves=())
-    told, _ = forecast(SHAPE, Layout.parse("dp1"), WORK, MeasuredMachine(measured=alone))
+    told, _ = machine_forecast(SHAPE, Layout.parse("dp1"), WORK, MeasuredMachine(measured=alone))
     assert told.step_seconds > 0
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
         with pytest.raises(OptionError, match="over shm was not measured"):
-            forecast(SHAPE, Layout.parse(layout), WORK, MeasuredMachine(measured=alone))
+            machine_forecast(SHAPE, Layout.parse(layout), WORK, MeasuredMachine(measured=alone))
 
 
 # --- context and expert parallelism -------------------------------------------------------------
@@ -342,7 +347,7 @@ MIXTURE = shapes.shape("tiny-mixtral")
 
 
 def rows_of(text: str, shape: ModelShape = MIXTURE) -> dict[tuple[str, str], dict[str, Any]]:
-    found, _ = forecast(shape, Layout.parse(text), WORK, MACHINE)
+    found, _ = machine_forecast(shape, Layout.parse(text), WORK, MACHINE)
     return {(row["name"], row["axis"]): row for row in found.collectives}
 
 
@@ -398,7 +403,9 @@ def test_exchanges_take_time(text: str, axis: str) -> None:
     """On links ten times slower the step is longer by what the exchanges take there."""
     layout = dataclasses.replace(Layout.parse(text), microbatches=1)
     slow = dataclasses.replace(MACHINE, measured=measured(rate=2e8))
-    fast, late = (forecast(MIXTURE, layout, WORK, machine)[0] for machine in (MACHINE, slow))
+    fast, late = (
+        machine_forecast(MIXTURE, layout, WORK, machine)[0] for machine in (MACHINE, slow)
+    )
     assert late.exposed[axis] > 5 * fast.exposed[axis] > 0
     assert late.step_seconds > fast.step_seconds + 0.5 * (late.exposed[axis] - fast.exposed[axis])
 
@@ -416,14 +423,14 @@ def test_experts_over_ranks_compute_as_much() -> None:
 
 
 def test_layouts_over_experts_and_sequences_are_weighed() -> None:
-    plain = {str(one) for one in candidates(MIXTURE, WORK, 4)}
-    every = {str(one) for one in candidates(MIXTURE, WORK, 4, ("cp", "ep"))}
+    plain = {str(one) for one in candidate_layouts(MIXTURE, WORK, 4)}
+    every = {str(one) for one in candidate_layouts(MIXTURE, WORK, 4, ("cp", "ep"))}
     assert plain < every
     for text in ("dp2.ep2", "cp2", "dp2.tp2.ep4.etp1", "dp2.cp2.ep4"):
         assert any(one.partition(":")[0] == text for one in every), text
-    assert not any("ep" in one for one in map(str, candidates(SHAPE, WORK, 4, ("cp", "ep"))))
+    assert not any("ep" in one for one in map(str, candidate_layouts(SHAPE, WORK, 4, ("cp", "ep"))))
     layouts = [Layout.parse(text) for text in sorted(every)]
-    evaluated = weigh(MIXTURE, WORK, MACHINE, layouts, shown=len(layouts))
+    evaluated = evaluate_layouts(MIXTURE, WORK, MACHINE, layouts, shown=len(layouts))
     assert len(evaluated) == len(every)
     # Where a rank cannot hold all experts, those over ranks are what fits.
     least = min((max(one.peak_bytes), one.layout) for one, _ in evaluated)

@@ -419,7 +419,7 @@ def test_capacity() -> None:
 
 
 def test_a_forecast_holds_together() -> None:
-    found = planning.forecast(shape(), Layout(dp=2), machine(), SIZES)
+    found = planning.server_forecast(shape(), Layout(dp=2), machine(), SIZES)
     assert ServingForecast.from_json(found.to_json()) == found
     rates = [load.rate for load in found.loads]
     assert rates == sorted(rates)
@@ -455,7 +455,7 @@ def test_goals_need_more_replicas() -> None:
 def test_the_choice_is_the_best_that_fits() -> None:
     layouts = machine_choice.meshes(shape(), 2)
     assert {one.axes_text() for one in layouts} == {"dp1", "dp2", "tp2", "pp2"}
-    found = planning.choose(shape(), machine(), SIZES, layouts)
+    found = planning.choose_server(shape(), machine(), SIZES, layouts)
     assert found.layout == "dp2", "replicas say nothing to each other"
     assert [one.chosen for one in found.alternatives] == [True, False, False, False]
     best = max(found.alternatives, key=lambda one: one.tokens_per_second)
@@ -465,10 +465,10 @@ def test_the_choice_is_the_best_that_fits() -> None:
     need = whole.weight_bytes(0) + whole.step_bytes(0, 64, 16)
     tight = machine(memory=round(1.6 * need))
     small = dataclasses.replace(SIZES, tokens=0, cache=128 * whole.cache_bytes(0))
-    found = planning.choose(shape(), tight, dataclasses.replace(small, cache=0), layouts)
+    found = planning.choose_server(shape(), tight, dataclasses.replace(small, cache=0), layouts)
     assert found.layout != "dp2"
     with pytest.raises(OptionError, match="fits in no layout"):
-        planning.choose(shape(), machine(memory=1000), SIZES, layouts)
+        planning.choose_server(shape(), machine(memory=1000), SIZES, layouts)
 
 
 def test_measured_steps_are_prices_too() -> None:

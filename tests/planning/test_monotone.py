@@ -10,9 +10,9 @@ import pytest
 
 from hocket.catalogue import hardware, shapes
 from hocket.catalogue.curves import curves_of
-from hocket.cost.constants import file, fitted_family
+from hocket.cost.constants import constants_file, fitted_family
 from hocket.cost.serving import serving_prices
-from hocket.planning.plan import plan
+from hocket.planning.plan import best_layouts
 from hocket.planning.problem import Problem
 from hocket.spec.cluster import LINKS, Cluster, Node
 from tests.rotation import part
@@ -154,13 +154,13 @@ def test_an_h200_is_not_slower_than_an_h100_as_the_user_asks() -> None:
             shape=shapes.shape("llama-3-8b"), cluster=hardware.cluster(f"8x8x{device}"),
             seq_len=4096, global_batch=64,
         )  # fmt: skip
-        return plan(problem, top=1).best.step_seconds.median
+        return best_layouts(problem, top=1).best.step_seconds.median
 
     assert seconds("H200-SXM") < seconds("H100-SXM")
 
 
 def test_every_device_names_the_family_whose_constants_it_takes() -> None:
-    data = file()
+    data = constants_file()
     for name in hardware.gpu_names():
         family = name.partition("-")[0]
         assert fitted_family(name) in data["gpus"]

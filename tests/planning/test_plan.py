@@ -14,14 +14,14 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.cost.constants import memory_quantiles
 from hocket.planning import layouts as planning_layouts
-from hocket.planning.explain import explain
+from hocket.planning.explain import explain_layout
 from hocket.planning.forecast import LayoutForecast
 from hocket.planning.layouts import layout_at, row
-from hocket.planning.plan import TrainingPlan, plan, plan_one, smallest_cluster
+from hocket.planning.plan import TrainingPlan, best_layouts, plan_one, smallest_cluster
 from hocket.planning.problem import Problem
-from hocket.planning.search import price, search, simulate_all
+from hocket.planning.search import price_layouts, search_layouts, simulate_all
 from hocket.planning.tools.emit import TOOLS, emit
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.simulation import simulate
 from hocket.spec import capabilities
 from hocket.spec.errors import LayoutError, OptionError
@@ -40,18 +40,18 @@ ROOMY = dataclasses.replace(SEVENTY, cluster=cluster("16x8xH200-SXM"))
 
 @pytest.fixture(scope="module")
 def eight() -> TrainingPlan:
-    return plan(EIGHT)
+    return best_layouts(EIGHT)
 
 
 @pytest.fixture(scope="module")
 def long() -> TrainingPlan:
     """Of sequences so long that splitting them, which nothing here does yet, would be faster."""
-    return plan(dataclasses.replace(EIGHT, seq_len=16384, global_batch=16))
+    return best_layouts(dataclasses.replace(EIGHT, seq_len=16384, global_batch=16))
 
 
 @pytest.fixture(scope="module")
 def seventy() -> TrainingPlan:
-    return plan(SEVENTY, everything=True)
+    return best_layouts(SEVENTY, everything=True)
 
 
 def one(problem: Problem, text: str) -> LayoutForecast:
@@ -81,7 +81,7 @@ def test_no_layout_of_the_whole_space_is_faster_by_closed_forms() -> None:
     space = problem.legal(16)
     high = problem.high_memory(space)
     times = np.where(high <= problem.usable, problem.times(space).step, np.inf)
-    found = search(problem)
+    found = search_layouts(problem)
     assert found.num_legal == len(space)
     assert found.num_fitting == int((high <= problem.usable).sum())
     assert times.min() in found.best.times.step
@@ -101,7 +101,7 @@ def test_by_default_only_what_runs_here_is_proposed(
 
 
 def test_everything_is_ranked_together_and_marked(seventy: TrainingPlan) -> None:
-    marks = [found.runs_here for found in plan(SEVENTY, everything=True, top=400).layouts]
+    marks = [found.runs_here for found in best_layouts(SEVENTY, everything=True, top=400).layouts]
     assert True in marks
     assert False in marks
     assert seventy.unsupported_layouts == ()
@@ -118,7 +118,7 @@ def test_everything_is_ranked_together_and_marked(seventy: TrainingPlan) -> None
 def test_the_pipeline_is_the_simulators(text: str) -> None:
     """The very timeline of `simulate`, from prices put together by hand."""
     layout = Layout.parse(text)
-    priced = simulate_all(EIGHT, price(EIGHT, row(layout, EIGHT.shape, 8192, 64)))
+    priced = simulate_all(EIGHT, price_layouts(EIGHT, row(layout, EIGHT.shape, 8192, 64)))
     times = priced.times
     cut = EIGHT.cut(layout)
     per = len(EIGHT.shape.layers) / layout.pp
@@ -137,7 +137,7 @@ def test_the_pipeline_is_the_simulators(text: str) -> None:
         "SEND_B": (float(times.exchange[0]),) * layout.num_stages,
     }
     assert layout.microbatches is not None
-    timeline = simulate(build(layout, layout.microbatches), Prices(seconds=kinds))
+    timeline = simulate(build_schedule(layout, layout.microbatches), Prices(seconds=kinds))
     assert priced.simulated[0]
     assert priced.pipeline[0] == pytest.approx(timeline.duration, rel=1e-9)
     best = one(EIGHT, text)
@@ -163,7 +163,7 @@ def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(
 ) -> None:
     problem = dataclasses.replace(EIGHT, global_batch=count)
     long = row(Layout.parse(text.format(m=count)), problem.shape, 8192, count)
-    times = price(problem, long).times
+    times = price_layouts(problem, long).times
     whole = layout_at(long, 0)
     found = problem.pipelines([whole], times)[0]
     from hocket.planning import problem as module
@@ -225,7 +225,7 @@ def test_utilisation_counts_six_operations_a_parameter_and_token() -> None:
 def test_objectives_differ_as_they_say() -> None:
     problem = dataclasses.replace(EIGHT, seq_len=512, global_batch=16)
     fast, cheap, small = (
-        plan(problem, objective=name, everything=True).best
+        best_layouts(problem, objective=name, everything=True).best
         for name in ("time", "tokens-per-dollar", "memory")
     )
     assert fast.step_seconds.median <= min(cheap.step_seconds.median, small.step_seconds.median)
@@ -246,30 +246,30 @@ def test_what_differs_in_nothing_but_names_is_shown_once(seventy: TrainingPlan) 
 
 
 def test_a_pinned_axis_keeps_its_value() -> None:
-    found = plan(SEVENTY, pins={"tp": 4, "recompute": "full"}, everything=True)
+    found = best_layouts(SEVENTY, pins={"tp": 4, "recompute": "full"}, everything=True)
     assert {(f.layout.tp, f.layout.recompute) for f in found.layouts} == {(4, "full")}
 
 
 def test_what_does_not_fit_is_said_with_what_is_missing_and_what_would_fit() -> None:
     problem = dataclasses.replace(SEVENTY, cluster=cluster("1x8xH100-SXM"))
     with pytest.raises(LayoutError, match="does not fit 1x8xH100-SXM-80") as caught:
-        plan(problem)
+        best_layouts(problem)
     assert "are missing" in caught.value.message
     assert "optimizer" in caught.value.message
     hint = caught.value.hint or ""
     assert "is the smallest that fits" in hint
     larger = dataclasses.replace(SEVENTY, cluster=cluster(hint.split()[1]))
-    assert plan(larger, everything=True).num_fitting > 0
+    assert best_layouts(larger, everything=True).num_fitting > 0
 
 
 def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
     found = smallest_cluster(SEVENTY)
     assert found is not None
-    plan(dataclasses.replace(SEVENTY, cluster=found))
+    best_layouts(dataclasses.replace(SEVENTY, cluster=found))
     assert found.num_nodes > 1
     less = dataclasses.replace(found, num_nodes=found.num_nodes - 1)
     with pytest.raises(LayoutError, match="does not fit"):
-        plan(dataclasses.replace(SEVENTY, cluster=less))
+        best_layouts(dataclasses.replace(SEVENTY, cluster=less))
 
 
 def test_a_part_of_a_node_grows_to_the_node_before_there_are_more() -> None:
@@ -290,10 +290,10 @@ def test_a_part_of_a_node_grows_to_the_node_before_there_are_more() -> None:
 
 
 def test_fewer_of_the_others_are_played_beside_what_runs_here() -> None:
-    found = search(EIGHT, beside=5)
+    found = search_layouts(EIGHT, beside=5)
     assert (~found.best.here).sum() == 5
     assert found.best.here.sum() > 5
-    whole = search(EIGHT)
+    whole = search_layouts(EIGHT)
     assert (~whole.best.here).sum() > 5
     first = int(np.flatnonzero(whole.best.here)[0])
     again = int(np.flatnonzero(found.best.here)[0])
@@ -304,7 +304,7 @@ def test_a_batch_that_leaves_gpus_idle_is_noted() -> None:
     tiny = Problem(
         shape=shape("tiny-llama"), cluster=cluster("7xA100-80"), seq_len=64, global_batch=4
     )
-    found = plan(tiny)
+    found = best_layouts(tiny)
     assert found.best.num_gpus < 7
     assert "uses all 7 GPUs" in found.notes[0]
 
@@ -367,16 +367,16 @@ def test_one_gpu_waits_for_nobody(microbatches: int) -> None:
 def test_a_gpu_without_a_price_is_ranked_by_its_hours() -> None:
     small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
     cards = dataclasses.replace(small, cluster=cluster("4xMI300X"))
-    found = plan(cards, objective="tokens-per-dollar", top=1)
+    found = best_layouts(cards, objective="tokens-per-dollar", top=1)
     assert "No price was read for MI300X-192" in " ".join(found.notes)
-    assert "No price" not in " ".join(plan(cards, top=1).notes)
+    assert "No price" not in " ".join(best_layouts(cards, top=1).notes)
 
 
 def test_constants_from_another_gpu_are_noted() -> None:
     small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
     cards = dataclasses.replace(small, cluster=cluster("4xRTX4090"))
-    assert "with the constants of A100" in " ".join(plan(cards, top=1).notes)
-    assert plan(small, top=1).notes == ()
+    assert "with the constants of A100" in " ".join(best_layouts(cards, top=1).notes)
+    assert best_layouts(small, top=1).notes == ()
 
 
 def test_memory_must_fit_at_the_95th_percentile_of_the_validation() -> None:
@@ -402,7 +402,7 @@ def test_a_layout_of_more_gpus_than_there_are() -> None:
 
 def test_an_unknown_objective() -> None:
     with pytest.raises(OptionError, match="unknown objective 'speed'"):
-        plan(EIGHT, objective="speed")
+        best_layouts(EIGHT, objective="speed")
 
 
 def test_a_gpu_without_the_precision() -> None:
@@ -422,12 +422,14 @@ def test_a_plan_is_json(long: TrainingPlan) -> None:
 
 @pytest.fixture(scope="module")
 def why() -> list[str]:
-    return list(explain(ROOMY, plan(ROOMY).best, here=True))
+    return list(explain_layout(ROOMY, best_layouts(ROOMY).best, here=True))
 
 
 def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
     pins = {"pp": 8, "cp": 1, "recompute": "none"}
-    told = explain(ROOMY, plan(ROOMY, pins={"tp": 8, **pins}).best, pins=pins, here=True)
+    told = explain_layout(
+        ROOMY, best_layouts(ROOMY, pins={"tp": 8, **pins}).best, pins=pins, here=True
+    )
     (sentence,) = [s for s in told if s.startswith("tp16") and "leaves the NVLink domain" in s]
     slower = float(sentence.split(": +")[1].split("%")[0])
     assert slower > 10
@@ -440,7 +442,7 @@ def test_what_would_change_the_answer_is_priced(why: list[str]) -> None:
 
 
 def test_the_winner_comes_first(why: list[str]) -> None:
-    best = plan(ROOMY).best
+    best = best_layouts(ROOMY).best
     assert why[0].startswith(f"{best.layout} takes")
     assert "at the 95th percentile" in why[1]
 
@@ -463,7 +465,7 @@ def test_what_runs_elsewhere_names_the_software_that_runs_it(
         shape=shape("llama-3-8b"), cluster=cluster("4x8xH100-SXM"),
         seq_len=131072, global_batch=8,
     )  # fmt: skip
-    found = plan(problem, top=3)
+    found = best_layouts(problem, top=3)
     assert found.unsupported_layouts
     for one in found.unsupported_layouts:
         assert one.layout.cp > 1
@@ -487,9 +489,9 @@ def test_models_that_an_axis_cannot_split_are_not_proposed_under_it() -> None:
     problem = Problem(
         shape=shape("llama-3-8b"), cluster=cluster("8xH100-SXM"), seq_len=131072, global_batch=8
     )
-    assert any(one.layout.cp > 1 for one in plan(problem, top=5).layouts)
+    assert any(one.layout.cp > 1 for one in best_layouts(problem, top=5).layouts)
     other = dataclasses.replace(problem, model_type=without)
-    found = plan(other, top=5)
+    found = best_layouts(other, top=5)
     assert found.layouts
     assert all(one.layout.cp == 1 for one in found.layouts)
     for one in found.unsupported_layouts:

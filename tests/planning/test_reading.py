@@ -21,8 +21,8 @@ from hocket.planning.reading import file, sections, servers, words
 from hocket.planning.reading.configuration import LARGEST_FILE
 from hocket.planning.reading.megatron import megatron_layers
 from hocket.planning.reading.tools import READERS
-from hocket.planning.service.emit import SERVERS, Deployment, command
-from hocket.planning.tools.emit import TOOLS, emit, job, reasons
+from hocket.planning.service.emit import SERVERS, Deployment, server_command
+from hocket.planning.tools.emit import TOOLS, emit, job, tool_reasons
 from hocket.planning.tools.job import ToolJob
 from hocket.planning.tools.limits import division
 from hocket.spec.errors import LayoutError, OptionError
@@ -59,8 +59,8 @@ def runnable(tool: str, problem: Problem) -> Iterator[LayoutForecast]:
             except LayoutError:
                 continue
             other = dataclasses.replace(found, layout=changed)
-            found = found if reasons(limits, problem, other) else other
-        if reasons(limits, problem, plain):
+            found = found if tool_reasons(limits, problem, other) else other
+        if tool_reasons(limits, problem, plain):
             continue
         if tool == "deepspeed" and (layout.pp > 1 or layout.recompute != "none"):
             continue  # set in code
@@ -134,7 +134,7 @@ def test_a_servers_command_reads_back_and_edits_into_others(server: str) -> None
         )
         one = dataclasses.replace(one, ep=draw.choice([1, 2, 8]) if one.experts else 1)
         with contextlib.suppress(OptionError):
-            made.append((one, command(server, one)))
+            made.append((one, server_command(server, one)))
     for (one, text), (_, other) in zip(made, made[1:] + made[:1], strict=True):
         for written in (text, servers.changed_command(other, server, text)):
             read = READERS[server](written)
@@ -174,11 +174,11 @@ def test_what_has_no_layout_is_rejected_by_name(tool: str, text: str, why: str) 
 
 
 def test_kinds_of_files_that_share_an_ending() -> None:
-    assert file.kind("a.py", "cfg.model.tensor_model_parallel_size = 2") == "megatron-bridge"
-    assert file.kind("a.py", "c.parallelism.tensor_parallel_degree = 2") == "torchtitan-python"
-    assert file.kind("a.yaml", "distributed:\n  tp_size: 2") == "automodel"
-    assert file.kind("a.yaml", "distributed_type: FSDP") == "accelerate"
-    assert file.kind("a.sh", "python -m sglang.launch_server --tp 2") == "sglang"
+    assert file.file_kind("a.py", "cfg.model.tensor_model_parallel_size = 2") == "megatron-bridge"
+    assert file.file_kind("a.py", "c.parallelism.tensor_parallel_degree = 2") == "torchtitan-python"
+    assert file.file_kind("a.yaml", "distributed:\n  tp_size: 2") == "automodel"
+    assert file.file_kind("a.yaml", "distributed_type: FSDP") == "accelerate"
+    assert file.file_kind("a.sh", "python -m sglang.launch_server --tp 2") == "sglang"
     again = READERS["sglang"](
         "python -m sglang.launch_server --model m/x --tp 8 --dp 4 --enable-dp-attention --ep 8"
     )
@@ -204,7 +204,7 @@ def test_modules_that_megatron_recomputes_are_read(given: str, value: str | None
             READERS["megatron"](text)
     else:
         assert READERS["megatron"](text).fields["recompute"] == value
-        changed = words.edit(text, {"--recompute-modules": None})
+        changed = words.edit_flags(text, {"--recompute-modules": None})
         assert changed == "--recompute-granularity selective --micro-batch-size 1"
 
 
@@ -226,9 +226,9 @@ def test_a_launch_script_is_read_and_not_run(tmp_path: Path) -> None:
         "torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py ${ARGS[@]}\n"
     )
     with pytest.raises(OptionError, match="pipeline-model-parallel-size is"):
-        file.read(str(script))  # a variable of the shell is not guessed
+        file.read_tool_file(str(script))  # a variable of the shell is not guessed
     script.write_text(script.read_text().replace("${PP:-2}", "2"))
-    _, found = file.read(str(script))
+    _, found = file.read_tool_file(str(script))
     assert (found.tool, found.world, found.precision) == ("megatron", 32, "bf16")
     layout = found.layout(32, found.global_batch)
     assert str(layout) == "dp4.pp2.tp4:microbatches=8,pipeline_split=even,zero=1"
@@ -251,9 +251,9 @@ def test_a_python_configuration_is_parsed_and_not_run(tmp_path: Path) -> None:
         "    return c\n"
     )
     with pytest.raises(OptionError, match="tensor_parallel_degree is"):
-        file.read(str(source))
+        file.read_tool_file(str(source))
     source.write_text(source.read_text().replace("os.cpu_count()", "1"))
-    text, found = file.read(str(source))
+    text, found = file.read_tool_file(str(source))
     assert str(found.layout(32, found.global_batch)) == "dp32:microbatches=1,zero=3"
     better = plan_one(DENSE, Layout.parse("dp8.tp4:zero=3,sequence_parallel=true")).best
     new = file.changed(text, found, job(DENSE, better))
@@ -286,7 +286,7 @@ def test_files_of_strangers(tmp_path: Path, name: str, data: bytes, why: str) ->
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(OptionError, match=why):
-        file.read(str(path))
+        file.read_tool_file(str(path))
 
 
 def test_what_no_layout_has_is_rejected_by_name() -> None:
@@ -309,16 +309,21 @@ def test_megatrons_layouts() -> None:
 
 def test_edits_keep_what_they_do_not_change() -> None:
     script = "run \\\n  --tp 2 \\\n  --keep x \\\n  --sp\n"
-    assert words.edit(script, {"--tp": 4, "--sp": None}) == "run \\\n  --tp 4 \\\n  --keep x\n"
+    assert (
+        words.edit_flags(script, {"--tp": 4, "--sp": None}) == "run \\\n  --tp 4 \\\n  --keep x\n"
+    )
     note = "# --tp 8: too many\nrun --tp 2  # was --sp\n"
-    assert words.edit(note, {"--tp": 4, "--sp": None}) == note.replace("--tp 2", "--tp 4")
+    assert words.edit_flags(note, {"--tp": 4, "--sp": None}) == note.replace("--tp 2", "--tp 4")
     toml = '# mine\n[a]\nx = 1  # why\n\n[b]\ny = [\n  1,\n]\nz = "s"\n'
-    new = sections.edit(toml, "toml", {"a.x": 2, "b.y": None, "b.w": 3})
+    new = sections.edit_sections(toml, "toml", {"a.x": 2, "b.y": None, "b.w": 3})
     assert new == '# mine\n[a]\nx = 2  # why\n\n[b]\nz = "s"\nw = 3\n'
-    assert json.loads(sections.edit('{"a": {"b": 1, "c": 2}}', "json", {"a.b": None})) == {
+    assert json.loads(sections.edit_sections('{"a": {"b": 1, "c": 2}}', "json", {"a.b": None})) == {
         "a": {"c": 2}
     }
-    assert sections.edit("a:\n  x: 1\nb: 2\n", "yaml", {"a.x": True}) == "a:\n  x: true\nb: 2\n"
+    assert (
+        sections.edit_sections("a:\n  x: 1\nb: 2\n", "yaml", {"a.x": True})
+        == "a:\n  x: true\nb: 2\n"
+    )
 
 
 def test_vllm_serve() -> None:

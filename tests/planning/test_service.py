@@ -11,19 +11,19 @@ import pytest
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.planning.service import models
-from hocket.planning.service.explain import explain
+from hocket.planning.service.explain import explain_deployment
 from hocket.planning.service.forecast import misses, nodes
 from hocket.planning.service.need import need_map
-from hocket.planning.service.plan import answer, answer_one, most_rate, parse_pins
+from hocket.planning.service.plan import answer, answer_one, most_rate, service_pins
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.search import (
     candidate,
-    candidates,
+    candidate_replicas,
     deploy,
+    forecast_of,
     most_replicas,
     played,
-    search,
-    told,
+    search_deployments,
 )
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
@@ -40,11 +40,11 @@ EIGHT = ServiceProblem(
 
 @pytest.mark.parametrize("problem", [SEVENTY, EIGHT], ids=["70b", "8b"])
 def test_what_is_found_meets_the_goals_and_fits(problem: ServiceProblem) -> None:
-    found = search(problem, top=4)
+    found = search_deployments(problem, top=4)
     assert found
     assert [one.gpus for one in found] == sorted(one.gpus for one in found)
     for one in found:
-        forecast = told(problem, one)
+        forecast = forecast_of(problem, one)
         assert forecast.meets
         assert not forecast.misses
         assert forecast.ttft is not None
@@ -61,8 +61,8 @@ def test_what_is_found_meets_the_goals_and_fits(problem: ServiceProblem) -> None
 @pytest.mark.parametrize("problem", [SEVENTY, EIGHT], ids=["70b", "8b"])
 def test_nothing_smaller_would_do(problem: ServiceProblem) -> None:
     """Every replica, played with as many as fit in fewer GPUs than the answer, misses a goal."""
-    (best,) = search(problem, top=1)
-    for one in candidates(problem):
+    (best,) = search_deployments(problem, top=1)
+    for one in candidate_replicas(problem):
         for count in range(1, (best.gpus - 1) // one.size + 1):
             latencies = played(problem, one, count)
             assert latencies is None or misses(problem, latencies), (one, count)
@@ -93,7 +93,9 @@ def test_more_load_and_tighter_goals_need_no_fewer() -> None:
         assert known == sorted(known)
     assert found.to_json()["gpus"] == found.gpus
     # The number in the map is the one that the search gives.
-    assert need_map(SEVENTY, rates=(5.0,), tpots=(50.0,)).gpus == ((search(SEVENTY)[0].gpus,),)
+    assert need_map(SEVENTY, rates=(5.0,), tpots=(50.0,)).gpus == (
+        (search_deployments(SEVENTY)[0].gpus,),
+    )
 
 
 def test_topology_decides() -> None:
@@ -108,24 +110,26 @@ def test_topology_decides() -> None:
 
 
 def test_a_pinned_axis_stays() -> None:
-    for one in search(SEVENTY, top=3, pins={"tp": 2}):
+    for one in search_deployments(SEVENTY, top=3, pins={"tp": 2}):
         assert one.candidate.tp == 2
-    assert parse_pins(["tp=4", "max-num-batched-tokens=512"]) == {
+    assert service_pins(["tp=4", "max-num-batched-tokens=512"]) == {
         "tp": 4,
         "max_num_batched_tokens": 512,
     }
-    (found,) = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "max_num_batched_tokens": 512})
+    (found,) = search_deployments(
+        SEVENTY, top=1, pins={"tp": 4, "pp": 1, "max_num_batched_tokens": 512}
+    )
     assert (found.candidate.tp, found.candidate.pp, found.candidate.chunk) == (4, 1, 512)
-    three = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "dp": 3})
+    three = search_deployments(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "dp": 3})
     assert [one.replicas for one in three] == [3]
     for bad in ("tpp=4", "tp=0", "tp", "tp=x"):
         with pytest.raises(OptionError):
-            parse_pins([bad])
+            service_pins([bad])
 
 
 def test_gpus_that_there_are_bound_the_answer() -> None:
     eight = dataclasses.replace(SEVENTY, bounded=True)
-    assert {one.gpus <= 8 for one in search(eight)} == {True}
+    assert {one.gpus <= 8 for one in search_deployments(eight)} == {True}
     four = candidate(SEVENTY, 4, 1, 2048)
     assert most_replicas(eight, four) == 2
     # Replicas of three GPUs leave two of eight idle; of twelve they fill two nodes.
@@ -140,7 +144,7 @@ def test_gpus_that_there_are_bound_the_answer() -> None:
     carried = most_rate(crowded)
     assert 0 < carried < 60
     loaded = eight.under(dataclasses.replace(SERVICE, requests_per_second=carried))
-    assert any(deploy(loaded, one) for one in candidates(loaded))
+    assert any(deploy(loaded, one) for one in candidate_replicas(loaded))
 
 
 def test_a_goal_below_the_floor_says_what_the_floor_is() -> None:
@@ -197,7 +201,7 @@ def test_dollars_are_the_price_of_the_gpus() -> None:
 def test_the_explanation_says_why_and_what_would_change_it() -> None:
     kind = answer(SEVENTY, top=1)
     assert kind.best is not None
-    told_why = explain(SEVENTY, kind.best, [kind])
+    told_why = explain_deployment(SEVENTY, kind.best, [kind])
     text = "\n".join(told_why)
     assert told_why[0].startswith(str(kind.best.layout))
     assert "A prompt alone takes" in text
@@ -290,7 +294,7 @@ def test_a_card_without_bf16_says_so() -> None:
     with pytest.raises(OptionError, match="does not compute in bf16"):
         dataclasses.replace(EIGHT, cluster=cluster("8xT4"))
     half = dataclasses.replace(EIGHT, cluster=cluster("8xT4"), precision="fp16")
-    assert candidates(half)
+    assert candidate_replicas(half)
 
 
 def test_tensor_parallelism_reaches_the_nvlink_domain() -> None:
@@ -346,7 +350,7 @@ def test_data_ranks_inside_a_replica_divide_its_experts() -> None:
 def test_a_deployment_of_groups_is_found_and_written() -> None:
     found = answer_one(MIXTURE, Layout.parse("dp8.ep4")).deployments[0]
     assert (found.num_gpus, found.replicas) == (8, 2)
-    best = [told(MIXTURE, one) for one in search(MIXTURE, top=5, pins={"ep": 4})]
+    best = [forecast_of(MIXTURE, one) for one in search_deployments(MIXTURE, top=5, pins={"ep": 4})]
     assert best
     assert all(one.layout.ep == 4 and one.layout.dp % 4 == 0 for one in best)
     (again,) = answer_one(MIXTURE, best[0].layout, best[0].max_num_batched_tokens).deployments

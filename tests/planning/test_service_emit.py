@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hocket.catalogue import models
-from hocket.planning.service.emit import SERVERS, Deployment, command
+from hocket.planning.service.emit import SERVERS, Deployment, server_command
 from hocket.spec.errors import OptionError
 from tests.planning import tool_rules
 
@@ -42,7 +42,7 @@ def test_every_command_keeps_the_rules_of_its_server(server: str) -> None:
             "gpus_per_node": one.gpus_per_node,
         }  # fmt: skip
         try:
-            text = command(server, one)
+            text = server_command(server, one)
         except OptionError:
             assert one.tp * one.pp % one.nodes or (one.ep > 1 and one.nodes > 1)
             continue
@@ -52,23 +52,23 @@ def test_every_command_keeps_the_rules_of_its_server(server: str) -> None:
 
 
 def test_sequences_never_exceed_the_tokens_of_a_step() -> None:
-    assert "--max-num-seqs 512" in command("vllm", LLAMA)
+    assert "--max-num-seqs 512" in server_command("vllm", LLAMA)
 
 
 def test_replicas_of_a_mixture_are_servers_of_their_own() -> None:
-    text = command("vllm", dataclasses.replace(LLAMA, replicas=4, experts=128))
+    text = server_command("vllm", dataclasses.replace(LLAMA, replicas=4, experts=128))
     assert "start 4 of these" in text
     assert "--data-parallel-size" not in text.splitlines()[-1]
 
 
 def test_weights_are_quantised_only_where_the_checkpoint_is_not() -> None:
     one = dataclasses.replace(LLAMA, precision="fp8")
-    assert "--quantization fp8_per_tensor" in command("vllm", one)
-    assert "--quantization" not in command("vllm", dataclasses.replace(one, quantized=True))
+    assert "--quantization fp8_per_tensor" in server_command("vllm", one)
+    assert "--quantization" not in server_command("vllm", dataclasses.replace(one, quantized=True))
 
 
 def test_names_of_the_catalogue_have_their_name_on_the_hub() -> None:
-    found = {name: models.entry(name).hub_id for name in models.names()}
+    found = {name: models.entry(name).hub_id for name in models.model_names()}
     assert found["llama-3-8b"] == "meta-llama/Meta-Llama-3-8B"
     assert found["deepseek-v3"] == "deepseek-ai/DeepSeek-V3"
     missing = {name for name, hub_id in found.items() if hub_id is None}
@@ -81,6 +81,6 @@ def test_names_of_the_catalogue_have_their_name_on_the_hub() -> None:
 
 def test_a_path_that_needs_quotes_is_quoted() -> None:
     for server in SERVERS:
-        assert "'/my models/a; b'" in command(
+        assert "'/my models/a; b'" in server_command(
             server, dataclasses.replace(LLAMA, model="/my models/a; b")
         )

@@ -13,10 +13,10 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.cost.constants import stacks
 from hocket.planning.layouts import layout_at
-from hocket.planning.plan import plan, plan_one
+from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
 from hocket.planning.stacks import STACKS
-from hocket.planning.tools.emit import TOOLS, emit, job, reasons
+from hocket.planning.tools.emit import TOOLS, emit, job, tool_reasons
 from hocket.planning.tools.limits import division
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
@@ -83,7 +83,7 @@ def test_whatever_is_emitted_keeps_the_rules_of_its_tool(problem: Problem) -> No
         context = random.Random(str(layout)).choice(["ring", "ulysses"]) if layout.cp > 1 else ""
         found = dataclasses.replace(known, layout=layout, microbatch=size, context=context)
         for name, tool in TOOLS.items():
-            if reasons(tool.limits, problem, found):
+            if tool_reasons(tool.limits, problem, found):
                 with pytest.raises(LayoutError, match="cannot run"):
                     emit(name, problem, found)
                 continue
@@ -100,8 +100,8 @@ def test_every_ranked_layout_is_one_that_the_stack_can_run(name: str) -> None:
         bounded = dataclasses.replace(
             problem, stack=name, limits=(stack.limits,), division=division([stack.limits])
         )
-        for found in plan(bounded, top=5, everything=True).layouts:
-            assert not reasons(stack.limits, bounded, found), found.layout
+        for found in best_layouts(bounded, top=5, everything=True).layouts:
+            assert not tool_reasons(stack.limits, bounded, found), found.layout
             if stack.tool:
                 text = emit(stack.tool, bounded, found)
                 tool_rules.RULES[stack.tool](text, facts(bounded, found.layout))
@@ -119,7 +119,9 @@ def test_every_emitted_text_names_the_version() -> None:
     for name, tool in part(list(TOOLS.items()), 3):
         limits = tool.limits
         bounded = dataclasses.replace(DENSE, limits=(limits,), division=division([limits]))
-        assert limits.software in emit(name, bounded, plan(bounded, top=1, everything=True).best)
+        assert limits.software in emit(
+            name, bounded, best_layouts(bounded, top=1, everything=True).best
+        )
 
 
 # --- one test for each defect --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.planning.service.plan import answer_one
 from hocket.planning.service.problem import ServiceProblem
-from hocket.planning.service.search import search
+from hocket.planning.service.search import search_deployments
 from hocket.planning.service.trace import RequestTrace, read_trace
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -92,7 +92,9 @@ def test_overload_saturates_at_what_the_engine_gives() -> None:
 def test_replicas_are_added_until_a_trace_meets_the_goals() -> None:
     gap = 1 / 120
     asked = problem(equal(1500, gap), ttft_ms=300.0, tpot_ms=12.0)
-    best = search(asked, top=1, pins={"tp": 1, "pp": 1, "max_num_batched_tokens": 2048})[0]
+    best = search_deployments(
+        asked, top=1, pins={"tp": 1, "pp": 1, "max_num_batched_tokens": 2048}
+    )[0]
     assert best.replicas > 1
     fewer = answer_one(asked, Layout(dp=best.replicas - 1)).deployments[0]
     enough = answer_one(asked, Layout(dp=best.replicas)).deployments[0]

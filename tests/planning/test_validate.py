@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.planning.table import MAINSTREAM, parse, read
-from hocket.planning.validate import FIELDS, ValidationReport, ranking, report, validate, write_rows
+from hocket.planning.table import MAINSTREAM, parse_training_row, read_training_table
+from hocket.planning.validate import (
+    FIELDS,
+    ValidationReport,
+    ranking,
+    training_report,
+    validate_training,
+    write_training_predictions,
+)
 from hocket.spec.errors import OptionError
 
 EXTRACT = Path(__file__).parent / "published_extract.csv"
@@ -19,7 +26,7 @@ EXTRACT = Path(__file__).parent / "published_extract.csv"
 
 @pytest.fixture(scope="module")
 def found() -> ValidationReport:
-    return validate(EXTRACT)
+    return validate_training(EXTRACT)
 
 
 def test_errors_of_the_mainstream_stay_small(found: ValidationReport) -> None:
@@ -51,11 +58,11 @@ def test_every_row_is_priced_or_has_its_reason(found: ValidationReport) -> None:
 
 
 def test_rows_that_share_an_id_are_all_counted(tmp_path: Path) -> None:
-    rows = [r for r in read(EXTRACT) if r["id"] in {"sc21t1-005", "nemo2407-031"}]
-    both = report([*rows, *rows])
+    rows = [r for r in read_training_table(EXTRACT) if r["id"] in {"sc21t1-005", "nemo2407-031"}]
+    both = training_report([*rows, *rows])
     assert both.overall.rows_used + both.overall.rows_left_out == 4
     assert (len(both.priced), len(both.left_out)) == (2, 2)
-    write_rows(both, tmp_path / "rows.csv")
+    write_training_predictions(both, tmp_path / "rows.csv")
     written = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert [r["id"] for r in written] == [r["id"] for r in (*rows, *rows)]
     assert [bool(r["left_out"]) for r in written].count(True) == 2
@@ -65,12 +72,12 @@ STATED = ("zb-010", "bloom-074", "sc21t1-005", "sc21t2-001", "llmfoundry-036", "
 
 
 def _stated(**change: str) -> list[dict[str, str]]:
-    return [r | change for r in read(EXTRACT) if r["id"] in STATED]
+    return [r | change for r in read_training_table(EXTRACT) if r["id"] in STATED]
 
 
 def test_a_microbatch_that_is_not_stated_is_not_the_whole_share() -> None:
     """Rows whose microbatch is known, without it: as near as with it, and far from the whole."""
-    known, blank = report(_stated()), report(_stated(micro_batch=""))
+    known, blank = training_report(_stated()), training_report(_stated(micro_batch=""))
     assert len(blank.priced) == len(known.priced) == len(STATED)
     for one, before in zip(blank.priced, known.priced, strict=True):
         at = one.row.layout
@@ -86,19 +93,24 @@ def test_a_microbatch_that_is_not_stated_is_not_the_whole_share() -> None:
 
 @pytest.mark.parametrize("name", ["bloom-074", "sc21t1-005", "zb-010", "golden-001"])
 def test_what_is_resolved_is_the_fastest_that_fits(name: str) -> None:
-    row = next(r for r in read(EXTRACT) if r["id"] == name)
+    row = next(r for r in read_training_table(EXTRACT) if r["id"] == name)
     share = int(float(row["global_batch"]) / float(row["dp"]))
     sizes = [n for n in range(1, share + 1) if share % n == 0]
-    each = report([row | {"id": str(n), "micro_batch": str(n)} for n in sizes]).priced
+    each = training_report([row | {"id": str(n), "micro_batch": str(n)} for n in sizes]).priced
     fastest = min((p for p in each if p.fits), key=lambda p: p.step)
-    chosen = report([row | {"micro_batch": ""}]).priced[0]
+    chosen = training_report([row | {"micro_batch": ""}]).priced[0]
     assert chosen.row.resolved == {"micro_batch": fastest.row.id}
     assert chosen.step == pytest.approx(fastest.step)
 
 
 def test_recompute_that_is_not_stated_is_none_only_where_that_fits() -> None:
-    row = next(r for r in read(EXTRACT) if r["id"] == "golden-001") | {"recompute": ""}
-    small, large = parse(row), parse(row | {"micro_batch": "32", "global_batch": "2048"})
+    row = next(r for r in read_training_table(EXTRACT) if r["id"] == "golden-001") | {
+        "recompute": ""
+    }
+    small, large = (
+        parse_training_row(row),
+        parse_training_row(row | {"micro_batch": "32", "global_batch": "2048"}),
+    )
     assert not isinstance(small, str)
     assert not isinstance(large, str)
     assert small.resolved == {"recompute": "none"}
@@ -119,22 +131,25 @@ def test_resolved_knobs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_experts_come_from_the_model_of_that_name() -> None:
-    row = next(r for r in read(EXTRACT) if r["id"] == "golden-013") | {"n_gpus": "64", "dp": ""}
-    known = parse(row)
+    row = next(r for r in read_training_table(EXTRACT) if r["id"] == "golden-013") | {
+        "n_gpus": "64",
+        "dp": "",
+    }
+    known = parse_training_row(row)
     assert not isinstance(known, str)
     assert (known.shape.name, known.shape.experts) == ("mixtral-8x7b", 8)
     assert known.kind == "experts, H100 bf16"
-    assert "layers 31 is not mixtral-8x7b's 32" in str(parse(row | {"layers": "31"}))
-    assert "number of experts" in str(parse(row | {"model": "my-moe-3b"}))
+    assert "layers 31 is not mixtral-8x7b's 32" in str(parse_training_row(row | {"layers": "31"}))
+    assert "number of experts" in str(parse_training_row(row | {"model": "my-moe-3b"}))
 
 
 def test_a_name_stands_for_dimensions_that_are_left_out() -> None:
-    row = next(r for r in read(EXTRACT) if r["id"] == "nemo2407-023")
+    row = next(r for r in read_training_table(EXTRACT) if r["id"] == "nemo2407-023")
     blank = {"model": "GPT3-20B", "layers": "", "hidden": "", "heads": "", "ffn": "", "vocab": ""}
-    known = parse(row | blank)
+    known = parse_training_row(row | blank)
     assert not isinstance(known, str)
     assert (len(known.shape.layers), known.shape.hidden, known.shape.heads) == (44, 6144, 48)
-    assert parse(row | blank | {"model": "GPT3-21B"}) == "layers is not given"
+    assert parse_training_row(row | blank | {"model": "GPT3-21B"}) == "layers is not given"
 
 
 def test_eight_bits_are_reported_apart(found: ValidationReport) -> None:
@@ -145,18 +160,18 @@ def test_eight_bits_are_reported_apart(found: ValidationReport) -> None:
 
 
 def test_equal_runs_are_scored_against_their_median() -> None:
-    rows = [r for r in read(EXTRACT) if r["id"] == "bloom-074"]
+    rows = [r for r in read_training_table(EXTRACT) if r["id"] == "bloom-074"]
     again = [rows[0] | {"id": "again", "measured_iter_s": "120.48"}]
-    both = report(rows + again)
+    both = training_report(rows + again)
     middle = (float(rows[0]["measured_iter_s"]) + 120.48) / 2
     assert [p.target for p in both.priced] == [pytest.approx(middle)] * 2
     assert both.overall.kendall_tau is None  # one run is no ranking
 
 
 def test_regret_is_what_the_pick_loses() -> None:
-    base = next(r for r in read(EXTRACT) if r["id"] == "vtrainN-001")
+    base = next(r for r in read_training_table(EXTRACT) if r["id"] == "vtrainN-001")
     slow = base | {"id": "slow", "tp": "8.0", "dp": "8.0", "measured_iter_s": "9.0"}
-    priced = report([base, slow]).priced
+    priced = training_report([base, slow]).priced
     assert ranking(priced) == ([1.0], [0.0])
     assert priced[0].target is not None
     swapped = [
@@ -197,8 +212,8 @@ def test_json_holds_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_row_that_lacks_something_says_what(change: dict[str, str], reason: str) -> None:
-    row = next(r for r in read(EXTRACT) if r["id"] == "sc21t1-005")
-    said = parse(row | change)
+    row = next(r for r in read_training_table(EXTRACT) if r["id"] == "sc21t1-005")
+    said = parse_training_row(row | change)
     assert isinstance(said, str)
     assert reason in said
 
@@ -207,6 +222,6 @@ def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "bad.csv"
     bad.write_text("id,model\n1,gpt\n")
     with pytest.raises(OptionError, match="has no column source, gpu"):
-        read(bad)
+        read_training_table(bad)
     with pytest.raises(OptionError, match="there is no file"):
-        read(tmp_path / "none.csv")
+        read_training_table(tmp_path / "none.csv")

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.planning.serving_table import parse, read
+from hocket.planning.serving_table import parse_serving_row, read_serving_table
 from hocket.planning.validate_serving import (
     FIELDS,
     ServingValidationReport,
     ServingValidationScores,
-    price,
-    report,
-    validate,
+    price_serving_rows,
+    serving_report,
+    validate_serving,
 )
 from hocket.spec.errors import OptionError
 
@@ -27,7 +27,7 @@ EXTRACT = Path(__file__).parent / "published_serving_extract.csv"
 
 @pytest.fixture(scope="module")
 def found() -> ServingValidationReport:
-    return validate(EXTRACT)
+    return validate_serving(EXTRACT)
 
 
 def test_errors_on_a100_h100_and_h200_stay_small(found: ServingValidationReport) -> None:
@@ -80,13 +80,13 @@ def test_other_gpus_are_reported_apart(found: ServingValidationReport) -> None:
 
 
 def test_equal_runs_are_scored_against_their_median() -> None:
-    line = next(r for r in read(EXTRACT) if r["mode"] == "agg")
+    line = next(r for r in read_serving_table(EXTRACT) if r["mode"] == "agg")
     twice = [
         line | {"id": "a", "tpot_ms": "10"},
         line | {"id": "b", "tpot_ms": "30"},
         line | {"id": "c", "tpot_ms": ""},
     ]
-    assert {p.row.id: p.targets["tpot"] for p in report(twice).priced} == {
+    assert {p.row.id: p.targets["tpot"] for p in serving_report(twice).priced} == {
         "a": 0.02,
         "b": 0.02,
         "c": None,
@@ -102,7 +102,7 @@ def test_rows_are_written_in_order(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(set(s) == names for s in found["groups"].values())
     with out.open() as file:
         written = list(csv.DictReader(file))
-    assert [w["id"] for w in written] == [r["id"] for r in read(EXTRACT)]
+    assert [w["id"] for w in written] == [r["id"] for r in read_serving_table(EXTRACT)]
     columns = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
     for row in written:
         assert set(row) == {"id", *columns, "assumed", "left_out"}
@@ -121,7 +121,9 @@ def test_the_text_says_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def _line(**changes: str) -> dict[str, str]:
-    line = next(r for r in read(EXTRACT) if r["mode"] == "agg" and r["engine"] == "trtllm")
+    line = next(
+        r for r in read_serving_table(EXTRACT) if r["mode"] == "agg" and r["engine"] == "trtllm"
+    )
     return line | changes
 
 
@@ -142,7 +144,7 @@ def _line(**changes: str) -> dict[str, str]:
     ],
 )
 def test_what_a_row_lacks_is_said(changes: dict[str, str], words: str) -> None:
-    reason = parse(_line(**changes))
+    reason = parse_serving_row(_line(**changes))
     assert isinstance(reason, str)
     assert words in reason
 
@@ -151,28 +153,32 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("id,model\n1,x\n")
     with pytest.raises(OptionError, match="no column source"):
-        validate(path)
+        validate_serving(path)
     with pytest.raises(OptionError, match="there is no file"):
-        validate(tmp_path / "none.csv")
+        validate_serving(tmp_path / "none.csv")
 
 
 def test_a_table_without_rows_has_no_errors(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text(EXTRACT.read_text().splitlines()[0] + "\n")
-    found = validate(path)
+    found = validate_serving(path)
     assert (found.overall.rows_used, found.overall.tpot_median_ape) == (0, None)
 
 
 def test_degrees_named_twice_count_once() -> None:
     """InferenceX names eight GPUs as tp 8 and ep 8; a table multiplied them."""
-    row = parse(_line(id="x_cfg1", tp="64", ep="8", moe_tp="8", attn_dp="1", n_gpus="64"))
+    row = parse_serving_row(
+        _line(id="x_cfg1", tp="64", ep="8", moe_tp="8", attn_dp="1", n_gpus="64")
+    )
     assert not isinstance(row, str)
     assert row.prices.gpus == 8
 
 
 def test_more_requests_at_once_give_more_tokens_more_slowly() -> None:
-    rows = [parse(_line(id=str(c), concurrency_or_batch=str(c))) for c in (1, 4, 16, 64)]
-    priced = price([r for r in rows if not isinstance(r, str)])
+    rows = [
+        parse_serving_row(_line(id=str(c), concurrency_or_batch=str(c))) for c in (1, 4, 16, 64)
+    ]
+    priced = price_serving_rows([r for r in rows if not isinstance(r, str)])
     assert [p.throughput for p in priced] == sorted(p.throughput for p in priced)
     assert [p.tpot for p in priced] == sorted(p.tpot for p in priced)
     assert all(getattr(p, field) > 0 for p in priced for field in FIELDS)
@@ -180,8 +186,8 @@ def test_more_requests_at_once_give_more_tokens_more_slowly() -> None:
 
 def test_what_does_not_fit_waits_for_a_place() -> None:
     """Requests beyond what the cache holds wait: the first token comes late, not the others."""
-    rows = [parse(_line(id=str(c), concurrency_or_batch=str(c))) for c in (64, 20000)]
-    near, far = price([r for r in rows if not isinstance(r, str)])
+    rows = [parse_serving_row(_line(id=str(c), concurrency_or_batch=str(c))) for c in (64, 20000)]
+    near, far = price_serving_rows([r for r in rows if not isinstance(r, str)])
     assert far.ttft > 10 * near.ttft
     assert far.batch < 20000
 
@@ -195,12 +201,14 @@ def test_a_prompt_that_is_not_stated_has_its_data_sets_length() -> None:
         ("a leaderboard, gpqa", "openai/gpt-oss-20b", "steady_closed_loop"),
         ("nothing known", "Llama 3 8B", "agg"),
     ):
-        row = parse(_line(isl="", source=source, model=name, mode=mode, precision="fp8"))
+        row = parse_serving_row(
+            _line(isl="", source=source, model=name, mode=mode, precision="fp8")
+        )
         assert not isinstance(row, str), row
         assert row.assumed["isl"].startswith(f"{row.prompt:g} (")
         lengths[source, name] = row.prompt
     assert len(set(lengths.values())) == 4
-    stated = parse(_line())
+    stated = parse_serving_row(_line())
     assert not isinstance(stated, str)
     assert not stated.assumed
 
@@ -212,7 +220,7 @@ def test_replicas_that_are_not_stated_hold_the_weights_and_a_cache() -> None:
         moe_tp="", attn_dp="", n_gpus="8", concurrency_or_batch="", isl="", osl="293",
     )  # fmt: skip
     for gpu, tp in (("H100-SXM-80", "2"), ("H200-SXM", "1"), ("MI300X", "1")):
-        row = parse(line | {"gpu": gpu})
+        row = parse_serving_row(line | {"gpu": gpu})
         assert not isinstance(row, str), row
         assert row.assumed["tp"] == tp
         assert row.prices.gpus == int(tp)
@@ -221,10 +229,12 @@ def test_replicas_that_are_not_stated_hold_the_weights_and_a_cache() -> None:
 def test_a_measured_number_of_running_requests_is_kept() -> None:
     """A steady closed loop states how many requests ran on average: no default bounds them."""
     rows = [
-        parse(_line(id=str(n), mode="steady_closed_loop", concurrency_or_batch=str(n), isl=""))
+        parse_serving_row(
+            _line(id=str(n), mode="steady_closed_loop", concurrency_or_batch=str(n), isl="")
+        )
         for n in (64, 1500)
     ]
-    few, many = price([r for r in rows if not isinstance(r, str)])
+    few, many = price_serving_rows([r for r in rows if not isinstance(r, str)])
     assert (few.batch, many.batch) == (64, 1500)
     assert many.tpot > few.tpot
 
@@ -250,14 +260,14 @@ def test_a_server_at_its_limit_has_its_batch_full(row: tuple[str | float, ...]) 
         osl=str(output), engine="TensorRT-LLM", engine_version="1.0", tpot_ms=str(tpot),
         out_tok_s_total=str(tokens), ep="", moe_tp="", attn_dp="", pp="1", notes="",
     )  # fmt: skip
-    known = parse(line)
+    known = parse_serving_row(line)
     assert not isinstance(known, str), known
-    (priced,) = price([known])
+    (priced,) = price_serving_rows([known])
     assert 1e3 * priced.tpot == pytest.approx(tpot, rel=0.25)
     assert priced.throughput == pytest.approx(
         float(tokens) * int(str(tp)) / int(str(gpus)), rel=0.4
     )
-    alone = parse({**line, "mode": "agg", "isl": "294", "concurrency_or_batch": "8"})
+    alone = parse_serving_row({**line, "mode": "agg", "isl": "294", "concurrency_or_batch": "8"})
     assert not isinstance(alone, str), alone
-    (few,) = price([alone])
+    (few,) = price_serving_rows([alone])
     assert few.tpot < 0.7 * priced.tpot

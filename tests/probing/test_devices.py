@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.catalogue import hardware, machine_file
-from hocket.jobs.measured_cluster import cluster_of
+from hocket.jobs.measured_cluster import measured_cluster
 from hocket.probing import devices, network
 from hocket.probing.devices import FoundDevices
 from hocket.reporting.measured import measured_text
@@ -44,14 +44,14 @@ def measured(found: FoundDevices, **more: object) -> MachineMeasurements:
 
 
 def there_and_back(cluster: Cluster) -> Cluster:
-    return machine_file.read(
-        machine_file.write(cluster), gpu=hardware.gpu, node=hardware.node, origin="x"
+    return machine_file.read_cluster(
+        machine_file.cluster_toml(cluster), gpu=hardware.gpu, node=hardware.node, origin="x"
     )
 
 
 def test_eight_a100_behind_a_switch(tmp_path: Path) -> None:
     recorded = nvml.dgx_a100()
-    found = devices.read(recorded, tmp_path)
+    found = devices.read_nvml(recorded, tmp_path)
     assert recorded.open == 0
     assert len(found.devices) == 8
     assert len(found.pairs) == 28
@@ -63,7 +63,7 @@ def test_eight_a100_behind_a_switch(tmp_path: Path) -> None:
     assert one.pcie_rate == pytest.approx(31.5e9, rel=0.01)
     assert {(p.path, p.links, p.peer) for p in found.pairs} == {("NV12", 12, True)}
 
-    cluster = cluster_of(measured(found))
+    cluster = measured_cluster(measured(found))
     link = cluster.node.link
     assert (link.kind, link.bandwidth, link.domain, link.generation) == ("nvswitch", 300e9, 8, 3)
     # The catalogue's A100 of 80 GB, with its data sheet's rates, and the file says so.
@@ -79,18 +79,18 @@ def test_eight_a100_behind_a_switch(tmp_path: Path) -> None:
 def test_links_that_are_down_do_not_count(tmp_path: Path) -> None:
     recorded = nvml.dgx_a100()
     recorded.devices[0]["links"] = [(1, "00000000:C4:00.0", 2)] * 8 + [(0, "", 0)] * 4
-    found = devices.read(recorded, tmp_path)
+    found = devices.read_nvml(recorded, tmp_path)
     assert (found.devices[0].links, found.devices[0].links_total) == (8, 12)
     assert {p.path for p in found.pairs if p.first == 0} == {"NV8"}
-    assert cluster_of(measured(found)).node.link.bandwidth == 200e9
+    assert measured_cluster(measured(found)).node.link.bandwidth == 200e9
 
 
 def test_two_bridged_3090(tmp_path: Path) -> None:
-    found = devices.read(nvml.bridged_3090(), tmp_path)
+    found = devices.read_nvml(nvml.bridged_3090(), tmp_path)
     (pair,) = found.pairs
     assert (pair.path, pair.links, found.devices[0].switch) == ("NV4", 4, False)
     assert found.devices[0].pcie_rate == pytest.approx(15.75e9, rel=0.01)
-    cluster = cluster_of(measured(found))
+    cluster = measured_cluster(measured(found))
     link = cluster.node.link
     assert (link.kind, link.bandwidth, link.domain) == ("nvlink-pairs", 56.25e9, 2)
     assert cluster.node.gpu.name == hardware.gpu("RTX 3090").name
@@ -102,14 +102,14 @@ def test_cards_that_only_pcie_joins(tmp_path: Path) -> None:
     for one in recorded.devices:
         one["links"], one["version"] = nvml.REFUSED, nvml.REFUSED
     recorded.peers = lambda a, b: 5
-    found = devices.read(recorded, tmp_path)
+    found = devices.read_nvml(recorded, tmp_path)
     (pair,) = found.pairs
     assert (pair.path, pair.links, pair.peer) == ("PHB", 0, False)
     assert found.devices[0].nvlink == 0
-    link = cluster_of(measured(found)).node.link
+    link = measured_cluster(measured(found)).node.link
     assert (link.kind, link.generation) == ("pcie", 0)
     recorded.levels = lambda a, b: 10
-    link = cluster_of(measured(devices.read(recorded, tmp_path))).node.link
+    link = measured_cluster(measured(devices.read_nvml(recorded, tmp_path))).node.link
     assert link.kind == "pcie-switch"
 
 
@@ -118,13 +118,13 @@ def test_a_driver_that_refuses_is_told(tmp_path: Path) -> None:
     for one in recorded.devices:
         one["width"] = one["memory"] = nvml.REFUSED
     recorded.levels = lambda a, b: nvml.REFUSED
-    found = devices.read(recorded, tmp_path)
+    found = devices.read_nvml(recorded, tmp_path)
     assert set(found.unknown) == {
         "NVML does not report the memory of 2 of 2 GPUs",
         "NVML does not report the PCIe width of 2 of 2 GPUs",
     }
     assert (found.devices[0].memory, found.devices[0].pcie_rate) == (0, 0.0)
-    cluster = cluster_of(measured(found))
+    cluster = measured_cluster(measured(found))
     assert any("PCIe" in text for text in cluster.measured.catalogue)  # type: ignore[union-attr]
     assert there_and_back(cluster) == cluster
 
@@ -133,7 +133,7 @@ def test_a_gpu_that_the_catalogue_does_not_know(tmp_path: Path) -> None:
     recorded = nvml.bridged_3090()
     for one in recorded.devices:
         one["name"] = "NVIDIA Quux 9000"
-    gpu = cluster_of(measured(devices.read(recorded, tmp_path))).node.gpu
+    gpu = measured_cluster(measured(devices.read_nvml(recorded, tmp_path))).node.gpu
     assert gpu.name == "NVIDIA Quux 9000"
     assert gpu.flops == {"bf16": pytest.approx(2 * 8192**3 / 5e-3, rel=1e-3)}
     assert gpu.bandwidth == pytest.approx(2**31 / 1.4e-3, rel=1e-3)
@@ -141,10 +141,12 @@ def test_a_gpu_that_the_catalogue_does_not_know(tmp_path: Path) -> None:
 
 def test_no_gpu_and_no_driver(tmp_path: Path) -> None:
     silent = nvml.Recorded([], starts=False)
-    assert devices.read(silent, tmp_path) == FoundDevices()
+    assert devices.read_nvml(silent, tmp_path) == FoundDevices()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    assert "NVML does not start: Driver Not Loaded" in devices.read(silent, tmp_path).unknown[0]
+    assert (
+        "NVML does not start: Driver Not Loaded" in devices.read_nvml(silent, tmp_path).unknown[0]
+    )
 
 
 def test_numa_nodes_and_cards_near_a_gpu(tmp_path: Path) -> None:
@@ -173,14 +175,14 @@ def test_numa_nodes_and_cards_near_a_gpu(tmp_path: Path) -> None:
     (net / "lo").mkdir()
     cards = network.cards(tmp_path)
     assert {card.name: card.rate for card in cards} == {"mlx5_0": 50e9, "mlx5_1": 12.5e9}
-    found = devices.read(nvml.bridged_3090(), tmp_path)
+    found = devices.read_nvml(nvml.bridged_3090(), tmp_path)
     assert (found.devices[0].numa, found.devices[0].numa_known) == (1, True)
     assert found.devices[0].nics == ("mlx5_0",)
     assert (found.devices[1].numa_known, found.devices[1].nics) == (False, ())
 
 
 def test_the_matrix_and_the_drawing(tmp_path: Path) -> None:
-    found = devices.read(nvml.dgx_a100(), tmp_path)
+    found = devices.read_nvml(nvml.dgx_a100(), tmp_path)
     text = matrix_text(measured(found))
     rows = text.splitlines()
     assert rows[0].split()[:8] == [f"GPU{i}" for i in range(8)]
@@ -193,7 +195,7 @@ def test_the_matrix_and_the_drawing(tmp_path: Path) -> None:
 
 
 def test_names_are_escaped_in_the_drawing(tmp_path: Path) -> None:
-    found = devices.read(nvml.bridged_3090(), tmp_path)
+    found = devices.read_nvml(nvml.bridged_3090(), tmp_path)
     host = Host(name="<script>alert(1)</script>\x1b[31m", cpu="&", cores=1)
     drawing = svg(measured(found, host=host))
     assert "<script>" not in drawing
@@ -202,7 +204,7 @@ def test_names_are_escaped_in_the_drawing(tmp_path: Path) -> None:
 
 
 def test_the_text_says_what_was_taken_and_what_is_unknown(tmp_path: Path) -> None:
-    found = devices.read(nvml.dgx_a100(), tmp_path)
+    found = devices.read_nvml(nvml.dgx_a100(), tmp_path)
     curve = Curve(
         backend="nccl",
         operation="all-reduce",
@@ -214,7 +216,7 @@ def test_the_text_says_what_was_taken_and_what_is_unknown(tmp_path: Path) -> Non
         error=0.03,
         worst=0.05,
     )
-    cluster = cluster_of(measured(found, curves=(curve,), unknown=("the weather",)))
+    cluster = measured_cluster(measured(found, curves=(curve,), unknown=("the weather",)))
     assert cluster.measured is not None
     text = measured_text(cluster.measured)
     assert "NVLink 3, 12 of 12 links active to an NVSwitch" in text
@@ -229,6 +231,6 @@ def test_what_lies_between_products_is_told_both_ways(tmp_path: Path) -> None:
         MeasuredStream(operation=way, bytes=2**20, seconds=seconds)
         for way, seconds in (("forward", 4e-5), ("backward", 6e-5))
     )
-    text = measured_text(measured(devices.read(nvml.dgx_a100(), tmp_path), streams=ways))
+    text = measured_text(measured(devices.read_nvml(nvml.dgx_a100(), tmp_path), streams=ways))
     assert "1.05 MB a call; forward, backward" in text
     assert "40 us, 60 us" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.probing import host
-from hocket.runtime.host_memory import free_memory
+from hocket.runtime.host_memory import free_host_memory
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def test_a_recorded_machine(root: Path) -> None:
 
 def test_free_memory_is_what_the_control_group_leaves(root: Path) -> None:
     (root / "proc/meminfo").write_text("MemTotal: 32000000 kB\nMemAvailable: 20000000 kB\n")
-    assert free_memory(root) == 20_000_000 << 10
+    assert free_host_memory(root) == 20_000_000 << 10
     folder = root / "sys/fs/cgroup/user"
     (folder / "memory.current").write_text(f"{800 << 20}\n")
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {300 << 20}\nactive_file 7\n")
-    assert free_memory(root) == (1024 - 500) << 20
+    assert free_host_memory(root) == (1024 - 500) << 20
 
 
 def test_affinity_counts(root: Path) -> None:

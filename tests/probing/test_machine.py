@@ -71,41 +71,41 @@ class Here:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Here:
     found = Here()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "present", found.present)
-    monkeypatch.setattr(machine, "measure", found.measure)
+    monkeypatch.setattr(machine, "present_machine", found.present)
+    monkeypatch.setattr(machine, "measure_machine", found.measure)
     monkeypatch.setattr(machine, "_require_torch", lambda: None)
     return found
 
 
 def test_auto_measures_once_in_the_quick_form(here: Here) -> None:
     assert machine.kept() is None
-    first = machine.cluster("auto")
+    first = machine.named_cluster("auto")
     assert first.measured is not None
     assert first.measured.quick
-    assert machine.cluster("auto") == first == machine.kept()
+    assert machine.named_cluster("auto") == first == machine.kept()
     assert here.count == 1
 
 
 def test_another_machine_is_measured_anew(here: Here) -> None:
-    machine.cluster("auto")
+    machine.named_cluster("auto")
     here.host = dataclasses.replace(HOST, load=1.5)
-    machine.cluster("auto")
+    machine.named_cluster("auto")
     assert here.count == 1
     here.host = dataclasses.replace(HOST, cores=1)
-    machine.cluster("auto")
-    here.found = devices.read(nvml.bridged_3090(), Path("/nowhere"))
-    machine.cluster("auto")
+    machine.named_cluster("auto")
+    here.found = devices.read_nvml(nvml.bridged_3090(), Path("/nowhere"))
+    machine.named_cluster("auto")
     assert here.count == 3
 
 
 def test_a_full_probe_is_kept_for_auto(here: Here) -> None:
     machine.probe()
-    found = machine.cluster("auto")
+    found = machine.named_cluster("auto")
     assert found.measured is not None
     assert not found.measured.quick
     assert here.count == 1
     machine.probe(quick=True)
-    assert machine.cluster("auto") == found
+    assert machine.named_cluster("auto") == found
 
 
 def test_a_full_probe_that_was_disturbed_gives_way_to_a_quiet_quick_one(
@@ -117,7 +117,7 @@ def test_a_full_probe_that_was_disturbed_gives_way_to_a_quiet_quick_one(
         host = dataclasses.replace(HOST, load=next(loads))
         return dataclasses.replace(MEASURED, quick=quick, host=host)
 
-    monkeypatch.setattr(machine, "measure", measure)
+    monkeypatch.setattr(machine, "measure_machine", measure)
     full = machine.probe()
     machine.probe(quick=True)
     assert machine.kept() == full, "one that was disturbed as well tells less"
@@ -126,11 +126,11 @@ def test_a_full_probe_that_was_disturbed_gives_way_to_a_quiet_quick_one(
 
 
 def test_what_was_cut_off_is_measured_again(here: Here) -> None:
-    first = machine.cluster("auto")
-    (file,) = machine.folder().glob("*.toml")
+    first = machine.named_cluster("auto")
+    (file,) = machine.machine_folder().glob("*.toml")
     for text in ("", "name = ", file.read_text()[:-200], "\x00\xff"):
         file.write_text(text, encoding="latin-1")
-        assert machine.cluster("auto") == first
+        assert machine.named_cluster("auto") == first
     assert here.count == 5
 
 
@@ -139,13 +139,13 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert machine.cluster("auto") == machine.cluster("auto")
+    assert machine.named_cluster("auto") == machine.named_cluster("auto")
     assert here.count == 2
 
 
 def test_one_probe_at_a_time(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.folder().mkdir(parents=True)
-    with open(machine.folder() / "lock", "a+") as lock:
+    machine.machine_folder().mkdir(parents=True)
+    with open(machine.machine_folder() / "lock", "a+") as lock:
         lock.write("4711")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -153,20 +153,20 @@ def test_one_probe_at_a_time(here: Here, monkeypatch: pytest.MonkeyPatch) -> Non
             machine.probe()
         monkeypatch.setattr(machine, "PATIENCE", 0.3)
         with pytest.raises(OptionError, match="another probe"):
-            machine.cluster("auto")
+            machine.named_cluster("auto")
     assert here.count == 0
     machine.probe()
-    assert (machine.folder() / "lock").read_text() == str(os.getpid())
+    assert (machine.machine_folder() / "lock").read_text() == str(os.getpid())
 
 
 def test_ranks_beyond_the_cores(here: Here) -> None:
-    four = machine.cluster("auto", ranks=4)
+    four = machine.named_cluster("auto", ranks=4)
     assert (four.num_gpus, four.measured.host.cores) == (4, 2)  # type: ignore[union-attr]
-    assert machine.cluster("2x8xH100-SXM", ranks=4).num_gpus == 16
+    assert machine.named_cluster("2x8xH100-SXM", ranks=4).num_gpus == 16
 
 
 def test_a_machine_that_is_not_this_one(here: Here) -> None:
-    found = machine.cluster("auto")
+    found = machine.named_cluster("auto")
     machine.require_here(found)
     machine.require_here(hardware.cluster("2x8xH100-SXM"))
     here.host = dataclasses.replace(HOST, cores=1)
@@ -180,18 +180,18 @@ def test_a_machine_that_is_not_this_one(here: Here) -> None:
 
 def test_gpus_that_vanish(here: Here) -> None:
     recorded = nvml.dgx_a100()
-    here.kind, here.found = "cuda", devices.read(recorded, Path("/nowhere"))
+    here.kind, here.found = "cuda", devices.read_nvml(recorded, Path("/nowhere"))
     told = dataclasses.replace(
         MEASURED, device="cuda", devices=here.found.devices, pairs=here.found.pairs
     )
-    found = machine.cluster_of(told)
+    found = machine.measured_cluster(told)
     machine.require_here(found)
     recorded.devices.pop()
-    here.found = devices.read(recorded, Path("/nowhere"))
+    here.found = devices.read_nvml(recorded, Path("/nowhere"))
     with pytest.raises(OptionError, match=r"measured on 8 x NVIDIA A100.* shows 7 x NVIDIA A100"):
         machine.require_here(found)
     machine.require_here(found, ranks=4)
-    here.found = devices.read(nvml.bridged_3090(), Path("/nowhere"))
+    here.found = devices.read_nvml(nvml.bridged_3090(), Path("/nowhere"))
     with pytest.raises(OptionError, match="shows 2 x NVIDIA GeForce RTX 3090"):
         machine.require_here(found, ranks=2)
     here.kind, here.found = "cpu", FoundDevices()
@@ -212,7 +212,7 @@ def test_the_verb_writes_a_file_that_others_read(
     said = capsys.readouterr().out
     assert "2 cores of EPYC" in said
     assert str(out) in said
-    assert machine.cluster(out) == machine.kept()
+    assert machine.named_cluster(out) == machine.kept()
     assert drawing.read_text().startswith("<svg ")
     words = ["plan", "tiny-llama", "--cluster", str(out), "--seq-len", "64"]
     assert main([*words, "--global-batch", "4", "--dtype", "fp32"]) == 0
@@ -247,7 +247,7 @@ def test_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--device", "tpu"]) == 2
     assert "unknown device 'tpu'" in capsys.readouterr().err
     with pytest.raises(HocketError):
-        probe.present("tpu")
+        probe.present_machine("tpu")
 
 
 def put(text: str, old: str, new: str) -> str:
@@ -290,20 +290,20 @@ def test_a_file_with_figures_that_cannot_be(
     here: Here, tmp_path: Path, old: str, new: str, words: str
 ) -> None:
     file = tmp_path / "c.toml"
-    text = hardware.to_toml(machine.cluster("auto"))
+    text = hardware.to_toml(machine.named_cluster("auto"))
     file.write_text(put(text, old, new))
     with pytest.raises(OptionError, match=words):
-        machine.cluster(file)
+        machine.named_cluster(file)
 
 
 def test_a_file_that_is_no_text_or_is_not_there(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     with pytest.raises(OptionError, match="there is no file") as caught:
-        machine.cluster(file)
+        machine.named_cluster(file)
     assert f"hocket probe --out {file}" in str(caught.value)
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(OptionError, match="cannot be read"):
-        machine.cluster(file)
+        machine.named_cluster(file)
     file.write_text("a=" + "[" * 5000)
     with pytest.raises(OptionError, match="is not TOML"):
-        machine.cluster(file)
+        machine.named_cluster(file)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hocket.probing.repeats import enough, interleaved, rounded, summary
+from hocket.probing.repeats import enough, interleaved_seconds, repeat_summary, rounded
 from hocket.spec.measured import PULSES, MachineMeasurements
 from tests.ranks import RankPool
 
@@ -16,10 +16,10 @@ ALONE = ("products", "streams", "dispatch", "kernels", "updates", "serving")
 
 
 def test_the_median_and_the_quartiles() -> None:
-    taken = summary([1.0, 2.0, 3.0, 4.0, 100.0])
+    taken = repeat_summary([1.0, 2.0, 3.0, 4.0, 100.0])
     assert taken.seconds == 3.0
     assert taken.spread == pytest.approx(2 / 3, abs=1e-3)
-    assert summary([5.0]).spread == 0.0
+    assert repeat_summary([5.0]).spread == 0.0
     assert rounded(0.000123456) == 0.0001235
 
 
@@ -31,7 +31,7 @@ def test_rounds_are_interleaved_and_short_calls_repeated() -> None:
         order.append(name)
         clock[0] += seconds
 
-    taken = interleaved(
+    taken = interleaved_seconds(
         {"long": lambda: case("long", 1.0), "short": lambda: case("short", 1e-5)},
         seconds=0.0,
         least=3,
@@ -58,7 +58,7 @@ def test_a_case_that_takes_too_long_is_left_out() -> None:
     def case(seconds: float) -> None:
         clock[0] += seconds
 
-    taken = interleaved(
+    taken = interleaved_seconds(
         {"slow": lambda: case(2.0), "fast": lambda: case(0.1)},
         seconds=0.0,
         least=2,
@@ -79,7 +79,7 @@ def test_what_a_case_needs_before_it_is_not_timed() -> None:
 
         return call
 
-    taken = interleaved(
+    taken = interleaved_seconds(
         {"case": passes("case", 1.0)},
         seconds=0.0,
         least=2,
@@ -92,7 +92,7 @@ def test_what_a_case_needs_before_it_is_not_timed() -> None:
 
 def test_a_thread_of_another_does_not_count_as_its_own() -> None:
     """The clock of the thread stands still while it waits."""
-    with_wait = interleaved(
+    with_wait = interleaved_seconds(
         {"wait": lambda: time.sleep(2e-3)}, seconds=0.0, least=3, reads=time.thread_time, most=3
     )
     assert with_wait["wait"].seconds < 1e-3

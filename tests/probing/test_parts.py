@@ -10,7 +10,7 @@ import pytest
 
 import hocket.launch
 from hocket.jobs import probe
-from hocket.jobs.measured_cluster import cluster_of
+from hocket.jobs.measured_cluster import measured_cluster
 from hocket.probing import devices
 from hocket.probing.devices import FoundDevices
 from hocket.spec.errors import OptionError, RankFailure
@@ -56,7 +56,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def see(monkeypatch: pytest.MonkeyPatch, found: probe.ProbeTarget) -> None:
-    monkeypatch.setattr(probe, "present", lambda device="auto": found)
+    monkeypatch.setattr(probe, "present_machine", lambda device="auto": found)
 
 
 HERE = probe.ProbeTarget(
@@ -72,7 +72,7 @@ def test_everything_that_ranks_say_is_kept(
     heard: list[Any] = []
     ranks += [PRODUCTS, {"event": "lacking", "what": "the moon"}, STREAMS]
     ranks += [{"event": "load", "cores": 0.02}]
-    found = probe.measure(quick=True, on_event=heard.append)
+    found = probe.measure_machine(quick=True, on_event=heard.append)
     assert len(found.products) == len(found.streams) == 1
     assert found.unknown[0] == "the moon"
     assert found.host.load == 0.02
@@ -86,7 +86,7 @@ def test_everything_that_ranks_say_is_kept(
 def test_a_load_is_said(monkeypatch: pytest.MonkeyPatch, ranks: list[dict[str, Any]]) -> None:
     see(monkeypatch, HERE)
     ranks += [PRODUCTS, {"event": "load", "cores": 1.5}]
-    assert "other programs took 1.5 of its 2 cores" in probe.measure().unknown[-1]
+    assert "other programs took 1.5 of its 2 cores" in probe.measure_machine().unknown[-1]
 
 
 @pytest.mark.train
@@ -95,18 +95,18 @@ def test_a_rank_that_dies_costs_what_comes_after(
 ) -> None:
     see(monkeypatch, HERE)
     ranks += [PRODUCTS, STREAMS, RankFailure("rank 2 died\nRuntimeError: gloo says no")]
-    found = probe.measure()
+    found = probe.measure_machine()
     assert found.unknown[0] == (
         "what comes after streams, where a rank failed: RuntimeError: gloo says no"
     )
-    assert cluster_of(found).num_gpus == 2
+    assert measured_cluster(found).num_gpus == 2
 
 
 def test_ranks_that_die_at_once_fail(monkeypatch: pytest.MonkeyPatch, ranks: list[Any]) -> None:
     see(monkeypatch, HERE)
     ranks += [RankFailure("rank 0 died")]
     with pytest.raises(RankFailure, match="rank 0 died"):
-        probe.measure()
+        probe.measure_machine()
 
 
 @pytest.mark.train
@@ -116,18 +116,18 @@ def test_nothing_can_be_priced_without_products(
     see(monkeypatch, HERE)
     ranks += [STREAMS]
     with pytest.raises(OptionError, match="no matmul was measured"):
-        cluster_of(probe.measure())
+        measured_cluster(probe.measure_machine())
 
 
 @pytest.mark.train
 def test_what_nvml_says_and_what_was_measured_come_together(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
-    recorded = devices.read(nvml.dgx_a100(), Path("/nowhere"))
+    recorded = devices.read_nvml(nvml.dgx_a100(), Path("/nowhere"))
     see(monkeypatch, probe.ProbeTarget("cuda", HERE.host, recorded))
     rows = [[0, 1, "", False, 0, 2.5e11, 2e-5, True], [2, 7, "", False, 0, 2.4e11, 2e-5, True]]
     ranks += [PRODUCTS, {"event": "measured", "key": "pairs", "rows": rows}]
-    found = probe.measure()
+    found = probe.measure_machine()
     assert len(found.pairs) == 28
     by_ends = {(p.first, p.second): p for p in found.pairs}
     assert (by_ends[0, 1].path, by_ends[0, 1].rate, by_ends[0, 1].measured) == (
@@ -146,4 +146,4 @@ def test_a_launcher_of_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(OptionError, match="starts its own ranks"):
-        probe.measure()
+        probe.measure_machine()

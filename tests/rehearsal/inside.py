@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hocket.rehearsal.execution import Execution, executing
-from hocket.rehearsal.process_group import joined
+from hocket.rehearsal.process_group import rehearsed_world
 from hocket.runtime.data_parallel.buckets import on_gradient
 from hocket.spec.rehearsal import RehearsedDevice
 
@@ -60,7 +60,7 @@ def groups() -> dict[str, Any]:
 def rejoined() -> list[str]:
     """The backend and the functions of torch are as before, after a world has ended."""
     before = dist.new_group
-    with joined(0, 2):
+    with rehearsed_world(0, 2):
         inside = dist.get_world_size()
     return [str(inside), str(dist.is_initialized()), str(dist.new_group is before)]
 
@@ -247,8 +247,8 @@ def crash() -> None:
 def tiny_config(kind: str) -> dict[str, Any]:
     """The configuration of a type's tiny model, as config.json holds it."""
     from hocket.models.proxy import switched_proxy
-    from hocket.models.samples import sample
+    from hocket.models.samples import sample_config
 
-    proxy, _ = switched_proxy(sample(kind), {})
+    proxy, _ = switched_proxy(sample_config(kind), {})
     found: dict[str, Any] = json.loads(json.dumps(proxy.config.to_dict(), default=str))
     return found

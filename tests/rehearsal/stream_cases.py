@@ -21,7 +21,7 @@ STEPS = 3
 
 def main() -> None:
     """Run the jobs of the command line."""
-    device.load()
+    device.load_fake_device()
     print(json.dumps([run(**job) for job in json.loads(sys.argv[1])]))
 
 
@@ -44,17 +44,17 @@ def run(
     from hocket.catalogue import models as catalogue
     from hocket.models.plans import plan_for
     from hocket.models.rows import one_sequence_each, packed_rows
-    from hocket.models.skeleton import build
-    from hocket.models.source import of_run
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import run_source
     from hocket.rehearsal.execution import Actions, allocate, executing
     from hocket.rehearsal.streams import StreamOrder
     from hocket.runtime.mesh import Mesh
     from hocket.runtime.parallelize import parallelize
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.rehearsal import RehearsedDevice
     from hocket.spec.run import RunSpec, TrainOptions, Workload
-    from hocket.training.build import build_optimizer, dtype_of, keep_gradients, offload
+    from hocket.training.build import build_optimizer, dtype_of, keep_gradients, offloaded_to_host
     from hocket.training.reading import LossReading, Readings
 
     placed = Layout.parse(layout)
@@ -71,7 +71,7 @@ def run(
         options=TrainOptions(**{"dropout": 0.0, "device": "cuda", **options}),
     )
     dtype = dtype_of(spec.workload.dtype)
-    skeleton = build(of_run(spec).config, dtype=dtype, dropout=spec.options.dropout)
+    skeleton = build_skeleton(run_source(spec).config, dtype=dtype, dropout=spec.options.dropout)
     plan = plan_for(skeleton, sequence=placed.sequence_parallel)
     schedule = build_schedule(placed, placed.microbatches) if placed.num_stages > 1 else None
     gpu = RehearsedDevice(
@@ -97,7 +97,7 @@ def run(
             keep_gradients(parallel, spec.options)
             parallel.finish()
             if placed.offloads("activations"):
-                offload(parallel)
+                offloaded_to_host(parallel)
             parallel.train()
             optimizer = build_optimizer(parallel, spec.options)
             optimizer.state_tensors()

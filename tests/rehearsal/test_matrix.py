@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.rehearsal_matrix import chosen, judged, matrix, rehearsed
+from hocket.jobs.rehearsal_matrix import chosen_cases, judged, rehearse_matrix, rehearsed
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.simulation.nccl import OrderVerdict
 from hocket.spec.errors import OptionError
@@ -85,11 +85,11 @@ def test_cells_have_an_inverse() -> None:
 
 
 def test_a_part_is_chosen_by_name() -> None:
-    found = chosen(["tiny-gpt2"], ["zb-v"], ["lora"])
+    found = chosen_cases(["tiny-gpt2"], ["zb-v"], ["lora"])
     assert found
     assert {(c.model, c.schedule, c.option) for c in found} == {("tiny-gpt2", "zb-v", "lora")}
     with pytest.raises(OptionError, match="zero-buble"):
-        chosen(schedules=["zero-buble"])
+        chosen_cases(schedules=["zero-buble"])
 
 
 def _found(layout: str = "dp2", **changes: Any) -> Any:
@@ -208,7 +208,7 @@ def test_an_error_of_ours_keeps_its_hint(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.ranks
 def test_what_cannot_be_is_rejected_and_the_rest_goes_on() -> None:
     cases = [_case("dp1:recompute=modules"), _case("tp2")]
-    found = matrix(cases, workers=1)
+    found = rehearse_matrix(cases, workers=1)
     assert [cell.outcome for cell in found.cells] == [REJECTED, OK]
     assert "recompute is modules" in found.cells[0].reason
 

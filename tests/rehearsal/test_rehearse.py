@@ -13,19 +13,19 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import rehearse as job
-from hocket.jobs.rehearsal_text import text
+from hocket.jobs.rehearsal_text import rehearsal_report
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed
 from hocket.jobs.rehearse import (
     Rehearsed,
     RehearsedJob,
-    prepared,
-    rehearse,
+    prepare_rehearsal,
+    rehearse_job,
     representatives,
     traces_of,
 )
 from hocket.jobs.request import request
 from hocket.jobs.serving import rehearse as serving
-from hocket.simulation.nccl import RULES, check
+from hocket.simulation.nccl import RULES, simulate_nccl
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import OWNERS, RehearsalReport
@@ -46,12 +46,12 @@ def of(
     layers = more.pop("layers", None)
     given = {"seq_len": 64, "dtype": "bf16", "device": "cuda", **more}
     asked = request({"model": model, "layout": layout, **given})
-    return prepared(asked, rows=rows, gpu=gpu, layers=layers)
+    return prepare_rehearsal(asked, rows=rows, gpu=gpu, layers=layers)
 
 
 @pytest.fixture(scope="module")
 def found(workers: RehearsalWorkers) -> Rehearsed:
-    return rehearse(of(LAYOUT), workers=workers)
+    return rehearse_job(of(LAYOUT), workers=workers)
 
 
 def test_the_report_has_its_keys_and_an_inverse(found: Rehearsed) -> None:
@@ -97,7 +97,7 @@ def test_state_is_what_the_parameters_take(workers: RehearsalWorkers) -> None:
     each = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
     count = 2 * vocab * hidden + layers * each + hidden
     tensors = 2 + layers * 9 + 1
-    executed = rehearse(of("dp2"), workers=workers).executed[0]
+    executed = rehearse_job(of("dp2"), workers=workers).executed[0]
     assert executed.standing["parameters"] == 2 * count
     assert executed.standing["gradients"] == 4 * count
     steps = executed.standing["optimizer"] - 12 * count
@@ -119,11 +119,11 @@ def test_state_is_what_the_parameters_take(workers: RehearsalWorkers) -> None:
 def test_layouts_complete_and_communicate_as_in_theory(
     workers: RehearsalWorkers, layout: str, more: dict[str, Any]
 ) -> None:
-    found = rehearse(of(layout, **more), ranks="all", workers=workers)
+    found = rehearse_job(of(layout, **more), ranks="all", workers=workers)
     assert found.report.ends
     assert len(found.executed) == found.job.spec.layout.world_size
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
-    assert "completes" in text(found)
+    assert "completes" in rehearsal_report(found)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_context_parallel_layouts_complete_and_read_nothing(
     workers: RehearsalWorkers, layout: str, more: dict[str, Any]
 ) -> None:
     """A ring sends and receives in one batch: no order of the two among neighbours matters."""
-    found = rehearse(of(layout, **more), workers=workers)
+    found = rehearse_job(of(layout, **more), workers=workers)
     for executed in found.executed.values():
         ring = [op for op in executed.ops if op[0] in ("send", "recv")]
         ring = [op for op in ring if "cp" in executed.axes[op[1]]]
@@ -160,13 +160,13 @@ def test_attention_over_context_ranks_is_that_of_a_run_report(workers: Rehearsal
     import torch
 
     from hocket.models.attention_layers import kernel_rows
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
 
-    found = rehearse(of("cp2", model="tiny-gemma3", context_parallel="ring"), workers=workers)
+    found = rehearse_job(of("cp2", model="tiny-gemma3", context_parallel="ring"), workers=workers)
     (executed, *_) = found.executed.values()
     job = found.job.spec
     rows = kernel_rows(
-        build(dict(job.config), dtype=torch.bfloat16), dtype=torch.bfloat16,
+        build_skeleton(dict(job.config), dtype=torch.bfloat16), dtype=torch.bfloat16,
         device=torch.device("meta"), seq_len=job.workload.seq_len, packed=False, context=True,
     )  # fmt: skip
     expected = {"flash": 0, "tiles": 0}
@@ -187,7 +187,7 @@ def test_expert_parallel_layouts_complete_and_read_once_a_layer(
     workers: RehearsalWorkers, layout: str
 ) -> None:
     """All-to-alls of uneven sizes take them from the host: one read for each forward of a layer."""
-    found = rehearse(of(layout, model="tiny-mixtral"), workers=workers)
+    found = rehearse_job(of(layout, model="tiny-mixtral"), workers=workers)
     assert found.report.ends
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
     job = found.job.spec
@@ -206,7 +206,7 @@ def test_experts_read_nothing_whatever_the_dtype_and_gpu(
     workers: RehearsalWorkers, more: dict[str, Any]
 ) -> None:
     """torch's grouped matmul has a kernel for bf16 on Hopper and Blackwell alone."""
-    found = rehearse(of(**{"layout": "dp2", "model": "tiny-mixtral", **more}), workers=workers)
+    found = rehearse_job(of(**{"layout": "dp2", "model": "tiny-mixtral", **more}), workers=workers)
     assert found.report.host_reads == []
     (executed,) = found.executed.values()
     layers = found.job.spec.config["num_hidden_layers"]
@@ -230,7 +230,7 @@ def test_keys_and_values_repeated_for_query_heads_are_predicted(
 ) -> None:
     """In fp32 no kernel of grouped-query attention reads a key for several query heads."""
     given = {"layout": "dp1", "dtype": "fp32", "seq_len": 512, "rows": 4, **more}
-    found = rehearse(of(**given), workers=workers)
+    found = rehearse_job(of(**given), workers=workers)
     rehearsed = [row["total"] for row in found.report.peak_bytes]
     assert found.report.predicted_peak_bytes == pytest.approx(rehearsed, rel=0.01)
 
@@ -247,7 +247,7 @@ def test_adapters_between_two_halves_of_a_backward(
         layers=4,
         lora_rank=4,
     )
-    found = rehearse(asked, workers=workers)
+    found = rehearse_job(asked, workers=workers)
     rehearsed = [row["total"] for row in found.report.peak_bytes]
     assert found.report.predicted_peak_bytes == pytest.approx(rehearsed, rel=0.02)
 
@@ -272,7 +272,7 @@ def test_the_shape_cache_changes_nothing(inside: Any, layout: str, more: dict[st
 
 def test_a_replica_is_what_all_ranks_are(workers: RehearsalWorkers, found: Rehearsed) -> None:
     """Ranks that share an execution would have executed the same."""
-    every = rehearse(found.job, ranks="all", workers=workers)
+    every = rehearse_job(found.job, ranks="all", workers=workers)
     assert _enqueued(found) == _enqueued(every)
     for one, other in zip(found.report.peak_bytes, every.report.peak_bytes, strict=True):
         assert one == other
@@ -311,22 +311,22 @@ def test_a_job_that_hangs_is_told_with_its_cycle(found: Rehearsed) -> None:
             ops = rank.ops
             ops[send], ops[receive] = ops[receive], ops[send]
     traces = traces_of(executed, found.stands_for)
-    verdict = check(traces, "eager")
+    verdict = simulate_nccl(traces, "eager")
     assert not verdict.ends
     assert len(verdict.waiting) == 8
     assert len(verdict.cycle) >= 2
     hung = dataclasses.replace(found, verdicts={"eager": verdict})
-    printed = text(hung)
+    printed = rehearsal_report(hung)
     assert "8 of 8 ranks deadlock" in printed
     assert "-->" in printed
 
 
 def test_one_rank_is_executed_without_a_verdict(workers: RehearsalWorkers) -> None:
-    found = rehearse(of("dp2.pp2:microbatches=2"), ranks="3", workers=workers)
+    found = rehearse_job(of("dp2.pp2:microbatches=2"), ranks="3", workers=workers)
     assert list(found.executed) == [3]
     assert found.report.eager["ends"] is None
     assert [row["rank"] for row in found.report.peak_bytes] == [3]
-    assert "unknown" in text(found)
+    assert "unknown" in rehearsal_report(found)
 
 
 def test_equal_ranks_share_an_execution() -> None:
@@ -376,7 +376,7 @@ def test_sizes_that_contradict_each_other_are_one_line(
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="cannot execute a step of") as caught:
-        rehearse(of("dp1", model=str(tmp_path)), workers=workers)
+        rehearse_job(of("dp1", model=str(tmp_path)), workers=workers)
     assert "Traceback" not in caught.value.message
     assert "modeling_olmoe.py" in caught.value.message
     assert "head_dim" in (caught.value.hint or "")
@@ -407,10 +407,10 @@ def test_what_a_family_cannot_do_is_rejected_with_its_reason(
 
     def rehearsed() -> None:
         if step == "train":
-            rehearse(of("dp1", model=str(tmp_path)), workers=workers)
+            rehearse_job(of("dp1", model=str(tmp_path)), workers=workers)
         else:
             spec = serving.replica_spec(str(tmp_path), Layout.parse("tp2"))
-            serving.rehearse(spec, workers=workers)
+            serving.rehearse_replica(spec, workers=workers)
 
     with pytest.raises(HocketError, match=reason) as caught:
         rehearsed()
@@ -432,14 +432,14 @@ def test_peak_memory_of_families_is_predicted(
     workers: RehearsalWorkers, inside: Any, tmp_path: Path, kind: str, layout: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(inside("tiny_config", kind=kind)))
-    _memory_is_predicted(rehearse(of(layout, model=str(tmp_path)), workers=workers))
+    _memory_is_predicted(rehearse_job(of(layout, model=str(tmp_path)), workers=workers))
 
 
 def test_parameters_that_ignore_the_default_dtype_are_trained(
     workers: RehearsalWorkers, inside: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(inside("tiny_config", kind="xlnet")))
-    assert rehearse(of("dp1", model=str(tmp_path)), workers=workers).report.ends
+    assert rehearse_job(of("dp1", model=str(tmp_path)), workers=workers).report.ends
 
 
 @pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5"])
@@ -455,7 +455,7 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(OptionError, match=r"(?s)no C\+\+ compiler was found.*apt install g\+\+"):
-        rehearse(of("dp2"))
+        rehearse_job(of("dp2"))
 
 
 def test_the_command_prints_one_object(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed
-from hocket.jobs.rehearse import prepared, rehearse
+from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
 from hocket.jobs.request import request
 from hocket.jobs.serving import rehearse as serving
 from hocket.spec.errors import HocketError
@@ -56,7 +56,7 @@ def _failed(error: HocketError) -> dict[str, Any]:
 
 def _train(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]:
     given = {"seq_len": 64, "dtype": "bf16", "device": "cuda", "model": model, "layout": layout}
-    found = rehearse(prepared(request(given), rows=1), workers=workers)
+    found = rehearse_job(prepare_rehearsal(request(given), rows=1), workers=workers)
     report = found.report
     pairs = zip(report.peak_bytes, report.predicted_peak_bytes, strict=True)
     errors = [p / row["total"] - 1 for row, p in pairs if p is not None]
@@ -70,7 +70,9 @@ def _train(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]
 
 
 def _serve(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]:
-    found = serving.rehearse(serving.replica_spec(model, Layout.parse(layout)), workers=workers)
+    found = serving.rehearse_replica(
+        serving.replica_spec(model, Layout.parse(layout)), workers=workers
+    )
     errors = []
     for rank in found.ranks:
         predicted = found.predicted_peak(rank)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.simulation import simulate
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout
@@ -43,7 +43,7 @@ def gpus(name: str = "A made GPU") -> MachineMeasurements:
 
 def measured(layout: Layout, microbatches: int, slower: float = 1.0) -> Timeline:
     """A timeline of all ranks, with messages, tensor collectives inside compute, an optimizer."""
-    schedule = build(layout, microbatches)
+    schedule = build_schedule(layout, microbatches)
     stages = schedule.num_stages
     base = Prices.uniform(stages, forward=0.010 * slower, backward=0.020 * slower)
     seconds = {**base.seconds, "SEND_F": (0.001,) * stages, "SEND_B": (0.001,) * stages}
@@ -97,7 +97,7 @@ def make(
         data=(data,),
     )
     folder.create(spec)
-    write_text(folder.schedule_file, str(build(placed, placed.microbatches or 1)))
+    write_text(folder.schedule_file, str(build_schedule(placed, placed.microbatches or 1)))
     rows = []
     for step in range(1, (steps if done is None else done) + 1):
         row = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hocket.reporting.decomposition import clip, decompose, groups, length, subtract, union
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.simulation import simulate, theoretical_bubble
 from hocket.spec.layout import Layout
 from hocket.spec.prices import Prices
@@ -91,7 +91,7 @@ def test_a_receive_waits_until_its_message_is_sent() -> None:
 
 
 def test_an_even_pipeline_has_a_bubble_and_no_imbalance() -> None:
-    schedule = build(Layout(pp=4), 8)
+    schedule = build_schedule(Layout(pp=4), 8)
     own = theoretical_bubble(schedule)
     even = decompose(simulate(schedule), Layout(pp=4), own_bubble=own)
     assert even.mean["bubble"] / even.duration == pytest.approx(own)
@@ -99,7 +99,7 @@ def test_an_even_pipeline_has_a_bubble_and_no_imbalance() -> None:
 
 
 def test_a_slow_stage_is_imbalance() -> None:
-    schedule = build(Layout(pp=2), 4)
+    schedule = build_schedule(Layout(pp=2), 4)
     prices = Prices(seconds={"F": (1.0, 2.0), "B": (2.0, 4.0)})
     own = theoretical_bubble(schedule)
     uneven = decompose(simulate(schedule, prices), Layout(pp=2), own_bubble=own)

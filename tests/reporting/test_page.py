@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs.report import html, records
+from hocket.jobs.report import html, report_records
 from hocket.reporting.decomposition import PARTS
 from hocket.reporting.payload import MOST_EVENTS, _timeline
 from hocket.spec.timeline import Event, Timeline
@@ -41,7 +41,7 @@ class Tags(HTMLParser):
 
 
 def page_of(*paths: Path) -> str:
-    return html(records(paths))
+    return html(report_records(paths))
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def test_the_machine_is_drawn_with_its_ranks(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_was_not_probed_is_said_to_be_unknown(tmp_path: Path) -> None:
-    from hocket.jobs.report import text
+    from hocket.jobs.report import report_words
 
     run = make(tmp_path / "run")
     assert data_of(page_of(run))["runs"][0]["machine"] is None
-    assert "not known, it was not probed" in text(records([run]))
+    assert "not known, it was not probed" in report_words(report_records([run]))
     probed = make(tmp_path / "probed", machine=gpus())
-    said = text(records([probed]))
+    said = report_words(report_records([probed]))
     assert "links of a machine, each way, measured 2026-11-20" in said
     assert "NV4 50 GB/s" in said
     assert "SYS (31.5 GB/s)" in said

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs.report import records, write
+from hocket.jobs.report import report_records, write_report
 from hocket.spec.timeline import Event, Timeline
 from tests.reporting.chromium import chromium  # noqa: F401  a fixture
 from tests.reporting.run_folders import gpus, make
@@ -77,7 +77,7 @@ def opened(chromium: Any) -> Iterator[Open]:  # noqa: F811
 
 
 def report(*runs: Path) -> Path:
-    return write(records(runs), out=str(runs[0] / "report.html"))
+    return write_report(report_records(runs), out=str(runs[0] / "report.html"))
 
 
 @pytest.fixture(scope="module")

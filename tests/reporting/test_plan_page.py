@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.reporting.plan_page import PlanPage, PlanRow, page
+from hocket.reporting.plan_page import PlanPage, PlanRow, plan_html
 from tests.reporting.chromium import chromium  # noqa: F401  a fixture
 
 HOSTILE = "<script>window.owned=1</script><img src=x onerror='window.owned=1'>"
@@ -60,7 +60,7 @@ def test_names_of_strangers_are_text(chromium: Any, tmp_path: Path) -> None:  # 
         rows=(PlanRow(name=HOSTILE, cells=((HOSTILE, None),), memory={HOSTILE: 5}, high=6),),
         capacity=None, changes=(HOSTILE,), footer=HOSTILE,
     )  # fmt: skip
-    (tmp_path / "page.html").write_text(page(found))
+    (tmp_path / "page.html").write_text(plan_html(found))
     view = chromium.new_page()
     view.goto((tmp_path / "page.html").as_uri())
     view.click("#layouts th button")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.reporting.payload import figures, payload
-from hocket.reporting.record import on_all_ranks, read
+from hocket.reporting.payload import run_figures, run_payload
+from hocket.reporting.record import on_all_ranks, read_run
 from hocket.reporting.run_text import report_text
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.simulation import simulate
 from hocket.spec.errors import RunFolderError
 from hocket.spec.forecast import Forecast
@@ -23,7 +23,7 @@ from tests.reporting.run_folders import gpus, make
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
-    record = read(make(tmp_path / "run"))
+    record = read_run(make(tmp_path / "run"))
     assert record.notes == ()
     assert record.finished
     assert record.step_seconds == 0.2
@@ -44,7 +44,7 @@ def test_a_run_that_others_disturbed_says_so(
         RunFolder(run).others_file.write_text(said)
     assert main(["report", str(run), "--format", "text"]) == 0
     assert capsys.readouterr().out.count("other programs took 0.8 cores") == shown
-    found = read(run)
+    found = read_run(run)
     assert sum("other programs took" in note for note in found.notes) == shown
     assert any("others.json is damaged" in note for note in found.notes) == (said == "")
 
@@ -55,7 +55,7 @@ def test_a_run_that_died(tmp_path: Path) -> None:
         (path / name).unlink()
     metrics = path / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 8, "lo')
-    record = read(path)
+    record = read_run(path)
     assert not record.finished
     assert record.steps_done == 7
     said = " ".join(record.notes)
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, damage:
     whole = (path / name).read_text()
     wrong = {"cut": whole[: len(whole) // 2], "empty": "", "other": "[1, 2]"}
     (path / name).write_bytes(wrong[damage].encode() if damage in wrong else b"\xff\xfe\x00{")
-    notes = read(path).notes
+    notes = read_run(path).notes
     assert any(name in note for note in notes), notes
 
 
@@ -95,7 +95,7 @@ def test_a_number_that_is_none_is_named_and_left_out(
     torn, count = re.subn(rf'("{key}": )[0-9][0-9.e]*', rf"\g<1>{number}", whole, count=1)
     assert count == 1
     (path / name).write_text(torn)
-    record = read(path)
+    record = read_run(path)
     said = [note for note in record.notes if name in note]
     assert len(said) == 1, record.notes
     assert said[0].count(name) == 1
@@ -108,9 +108,9 @@ def test_a_table_that_is_none_is_named_and_left_out(tmp_path: Path, key: str, va
     path = make(tmp_path / "run")
     data = json.loads((path / "forecast.json").read_text())
     (path / "forecast.json").write_text(json.dumps({**data, key: json.loads(value)}))
-    record = read(path)
+    record = read_run(path)
     assert any(f"forecast.json cannot be read: {key} is" in note for note in record.notes)
-    assert payload(record)
+    assert run_payload(record)
 
 
 def test_a_schedule_with_a_stage_that_it_lacks_is_left_out(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_schedule_with_a_stage_that_it_lacks_is_left_out(tmp_path: Path) -> No
     file = RunFolder(path).schedule_file
     file.write_text(file.read_text().replace("0F0", "70F0", 1))
     assert main(["report", str(path)]) == 0
-    assert any("70F0 is of a stage beyond its 2" in note for note in read(path).notes)
+    assert any("70F0 is of a stage beyond its 2" in note for note in read_run(path).notes)
 
 
 def test_an_event_of_no_kind_is_drawn(tmp_path: Path) -> None:
@@ -127,27 +127,27 @@ def test_an_event_of_no_kind_is_drawn(tmp_path: Path) -> None:
     data = json.loads(file.read_text())
     data["events"][0]["kind"] = ""
     file.write_text(json.dumps(data))
-    assert "idle" in report_text(read(path))
+    assert "idle" in report_text(read_run(path))
 
 
 def test_why_nothing_was_predicted_is_told(tmp_path: Path) -> None:
     path = make(tmp_path / "run", predicted=False)
     (path / "forecast.json").write_text(Forecast.none("dp1", "no probe").to_json())
-    record = read(path)
+    record = read_run(path)
     assert record.forecast is None
     assert record.notes == ("nothing was predicted: no probe",)
 
 
 def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
     path = make(tmp_path / "run", metrics={"loss": float("nan")})
-    assert read(path).column("loss") == []
+    assert read_run(path).column("loss") == []
 
 
 def test_events_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
     file = path / "timeline.json"
     file.write_text(file.read_text().replace('"num_ranks": 8', '"num_ranks": 2'))
-    record = read(path)
+    record = read_run(path)
     assert record.measured is None
     assert any("rank 2 cannot be" in note for note in record.notes)
 
@@ -155,22 +155,22 @@ def test_events_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_run_is_an_error_with_the_nearest_one(tmp_path: Path) -> None:
     make(tmp_path / "runs" / "first")
     with pytest.raises(RunFolderError, match="is not there") as missing:
-        read(tmp_path / "runs" / "frist")
+        read_run(tmp_path / "runs" / "frist")
     assert missing.value.hint is not None
     assert missing.value.hint.endswith("first?")
     with pytest.raises(RunFolderError, match="holds no run") as outer:
-        read(tmp_path / "runs")
+        read_run(tmp_path / "runs")
     assert str(outer.value.hint).endswith("first")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunFolderError, match="holds no run"):
-        read(tmp_path / "empty")
+        read_run(tmp_path / "empty")
     with pytest.raises(RunFolderError, match="is a file"):
-        read(tmp_path / "runs" / "first" / "run.json")
+        read_run(tmp_path / "runs" / "first" / "run.json")
 
 
 def test_a_prediction_of_the_pipeline_alone_goes_to_every_rank() -> None:
     layout = Layout(dp=2, pp=2, tp=2)
-    pipeline = simulate(build(layout, 2))
+    pipeline = simulate(build_schedule(layout, 2))
     spread = on_all_ranks(pipeline, layout)
     assert spread.num_ranks == 8
     for rank in range(8):
@@ -183,16 +183,16 @@ def test_a_prediction_of_the_pipeline_alone_goes_to_every_rank() -> None:
 def test_a_disturbed_probe_is_told(tmp_path: Path, load: float) -> None:
     made = gpus()
     machine = dataclasses.replace(made, host=dataclasses.replace(made.host, load=load))
-    notes = read(make(tmp_path / "run", machine=machine)).notes
+    notes = read_run(make(tmp_path / "run", machine=machine)).notes
     assert any("1.2 of the 16 cores" in note for note in notes) == bool(load)
 
 
 def test_times_are_of_the_layout_that_the_run_has_now(tmp_path: Path) -> None:
-    from hocket.jobs.ledger import of_run
+    from hocket.jobs.ledger import run_line
 
     run = make(tmp_path / "run", metrics={"mfu": 0.5})
     folder = RunFolder(run)
-    plain = read(run)
+    plain = read_run(run)
     now = str(plain.layout)
     rows = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
     last = len(rows)
@@ -206,46 +206,46 @@ def test_times_are_of_the_layout_that_the_run_has_now(tmp_path: Path) -> None:
         folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     laid(0)
-    assert read(run).notes == ()
+    assert read_run(run).notes == ()
     laid(4)
-    record = read(run)
+    record = read_run(run)
     assert record.stretches == (("dp9", 1, 4), (now, 5, last))
     assert record.step_seconds == 0.2
-    assert {row["title"]: row["measured"] for row in figures(record)}["MFU"] == 0.5
+    assert {row["title"]: row["measured"] for row in run_figures(record)}["MFU"] == 0.5
     assert len(record.column("loss")) == last
     assert record.notes == (
         f"steps 1 to 4 in dp9, steps 5 to {last} in {now}: times and memory are of the last",
     )
     (run / "earlier").mkdir()
-    assert "in dp9 (recorded in earlier/), steps 5" in report_text(read(run))
-    entry = of_run(record)
+    assert "in dp9 (recorded in earlier/), steps 5" in report_text(read_run(run))
+    entry = run_line(record)
     assert entry is not None
     assert (entry.steps, entry.measured.step_seconds) == (last - 4, 0.2)
     laid(last)  # ended before the first step in the new layout
-    record = read(run)
+    record = read_run(run)
     assert record.step_seconds is None
-    assert of_run(record) is None
+    assert run_line(record) is None
     assert record.notes[0] == f"no step was taken in {now} yet; steps 1 to {last} in dp9"
 
 
 def test_attention_kernels_are_in_the_report_and_on_the_page(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
-    assert read(path).attention == ()
+    assert read_run(path).attention == ()
     rows = [
         {"layer": "full", "layers": 2, "kernel": "cudnn", "reason": "causal, no mask"},
         {"layer": "sliding (window 5)", "layers": 10, "kernel": "flash-varlen", "reason": "window"},
     ]
     file = RunFolder(path).attention_file
     file.write_text(json.dumps(rows))
-    record = read(path)
+    record = read_run(path)
     assert [dict(row) for row in record.attention] == [
         {key: row[key] for key in ("layer", "kernel", "reason", "layers")} for row in rows
     ]
     text = report_text(record)
     assert re.search(r"sliding \(window 5\) +10 +flash-varlen +window", text)
-    facts = dict(map(tuple, payload(record)["facts"]))
+    facts = dict(map(tuple, run_payload(record)["facts"]))
     assert facts["Attention, full"] == "cudnn (2 layers; causal, no mask)"
     file.write_text('[{"layer": "full"}]')
-    damaged = read(path)
+    damaged = read_run(path)
     assert damaged.attention == ()
     assert any("attention.json" in note for note in damaged.notes)

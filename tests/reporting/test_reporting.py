@@ -11,8 +11,8 @@ from hocket.reporting import (
     table_text,
     timeline_text,
 )
-from hocket.reporting.table import columns
-from hocket.schedules import build
+from hocket.reporting.table import text_width
+from hocket.schedules import build_schedule
 from hocket.simulation import simulate, theoretical_bubble
 from hocket.spec.layout import Layout
 from hocket.spec.prices import Prices
@@ -25,7 +25,7 @@ def drawn(text: str) -> list[str]:
 
 
 def test_the_picture_of_1f1b() -> None:
-    schedule = build(Layout(pp=2), 2)
+    schedule = build_schedule(Layout(pp=2), 2)
     timeline = simulate(schedule, Prices.uniform(2, forward=1.0, backward=2.0))
     # 9 seconds in 45 columns: five to a second.
     text = timeline_text(timeline, 58, theoretical=theoretical_bubble(schedule))
@@ -41,7 +41,7 @@ def test_the_picture_of_1f1b() -> None:
 
 
 def test_ascii_and_colour_carry_the_same() -> None:
-    timeline = simulate(build(Layout(pp=2, schedule="gpipe"), 2))
+    timeline = simulate(build_schedule(Layout(pp=2, schedule="gpipe"), 2))
     plain = timeline_text(timeline, 58, unicode=False)
     assert plain.isascii()
     assert drawn(plain)[0] == "F0---F1---...............B1########B0########"
@@ -51,16 +51,16 @@ def test_ascii_and_colour_carry_the_same() -> None:
 
 
 def test_what_does_not_fit_is_left_out_but_kinds_stay() -> None:
-    many = simulate(build(Layout(pp=2), 64))
+    many = simulate(build_schedule(Layout(pp=2), 64))
     rows = drawn(timeline_text(many, 60))
     assert all(set(row) <= set("░█·0123456789FB") for row in rows)
     assert "█" in rows[0]
-    some = simulate(build(Layout(pp=2), 12))
+    some = simulate(build_schedule(Layout(pp=2), 12))
     assert "0█" in drawn(timeline_text(some, 60))[0]  # the number alone fits
 
 
 def test_stages_that_share_a_rank_are_told_apart() -> None:
-    text = timeline_text(simulate(build(Layout(pp=2, virtual_stages=2), 2)), 100)
+    text = timeline_text(simulate(build_schedule(Layout(pp=2, virtual_stages=2), 2)), 100)
     assert "0F0" in text
     assert "2B1" in text
 
@@ -87,7 +87,7 @@ def test_an_empty_timeline() -> None:
 
 
 def test_no_line_is_wider_than_asked() -> None:
-    timeline = simulate(build(Layout(pp=4), 8))
+    timeline = simulate(build_schedule(Layout(pp=4), 8))
     for width in (60, 79, 120):
         rows = [line for line in timeline_text(timeline, width).splitlines() if "|" in line]
         assert max(map(len, rows)) == width
@@ -125,7 +125,7 @@ def test_a_table_aligns_numbers_right() -> None:
 def test_columns_are_what_a_terminal_draws() -> None:
     spelled_out = "\u1112\u1161\u11ab"
     texts = ["한글", "漢字", spelled_out, "e\u0301", "\uff21", "a\u200db", "\U0001f600", "Ж"]
-    assert [columns(text) for text in texts] == [4, 4, 2, 1, 2, 2, 2, 1]
+    assert [text_width(text) for text in texts] == [4, 4, 2, 1, 2, 2, 2, 1]
     assert table_text(["name", "n"], [["한글모델", 1], ["abc", 2]]).splitlines() == [
         "name      n",
         "--------  -",
@@ -135,7 +135,7 @@ def test_columns_are_what_a_terminal_draws() -> None:
 
 
 def test_predicted_beside_measured() -> None:
-    schedule = build(Layout(pp=2), 4)
+    schedule = build_schedule(Layout(pp=2), 4)
     measured = simulate(schedule, Prices.uniform(2, forward=2.0, backward=4.0))
     text = compare_text(measured, simulate(schedule))
     assert re.search(r"pipeline +30 s +15 s +2.00", text)
@@ -156,7 +156,7 @@ def test_a_curve_without_a_slope_or_a_number_is_no_crash() -> None:
 
 
 def test_what_the_demo_prints_fits_into_80_columns() -> None:
-    schedule = build(Layout(pp=2), 4)
+    schedule = build_schedule(Layout(pp=2), 4)
     timeline = simulate(schedule, Prices.uniform(2, forward=1.0, backward=2.0))
     assert max(map(len, timeline_text(timeline, 80, theoretical=0.2).splitlines())) <= 80
     row = {"name": "all-reduce", "axis": "model", "phase": "microbatch"}

@@ -124,9 +124,9 @@ def folder(
 
 def test_a_server_that_others_disturbed_says_so(tmp_path: Path) -> None:
     run = folder(tmp_path)
-    assert not any("other programs" in note for note in served.read(run).notes)
+    assert not any("other programs" in note for note in served.read_served(run).notes)
     (run / "others.json").write_text('{"cores": 1.25}')
-    assert any("other programs took 1.2 cores" in note for note in served.read(run).notes)
+    assert any("other programs took 1.2 cores" in note for note in served.read_served(run).notes)
 
 
 def test_the_words_are_read_back_equal() -> None:
@@ -138,8 +138,8 @@ def test_the_words_are_read_back_equal() -> None:
 def test_predictions_stand_beside_what_was_measured_at_its_own_batch_and_context(
     tmp_path: Path,
 ) -> None:
-    found = served.read(folder(tmp_path))
-    first, second = served.rounds(found)
+    found = served.read_served(folder(tmp_path))
+    first, second = served.round_seconds(found)
     # One request of 150 tokens: halfway between contexts; two replicas' rounds in one.
     assert first.predicted == pytest.approx(0.011)
     assert first.measured == pytest.approx(0.011)
@@ -149,10 +149,10 @@ def test_predictions_stand_beside_what_was_measured_at_its_own_batch_and_context
     assert second.off == pytest.approx(0.0155 / 0.020 - 1)
     (prompt,) = served.prompts(found)
     assert prompt.predicted == pytest.approx(0.025)
-    titles = {row.title: row for row in served.figures(found)}
+    titles = {row.title: row for row in served.served_figures(found)}
     assert titles["cache of a replica"].measured == 4096
     assert titles["its cache"].off == pytest.approx(500 / 600 - 1)
-    assert "off by" in served.verdict(found)
+    assert "off by" in served.served_verdict(found)
 
 
 def test_the_text_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +213,7 @@ def test_counts_that_are_none_are_named_and_left_out(tmp_path: Path, counts: obj
     data = json.loads((path / "measured.json").read_text())
     data["replicas"][0]["counts"] = counts
     (path / "measured.json").write_text(json.dumps(data))
-    record = served.read(path)
+    record = served.read_served(path)
     assert any("counts is" in note for note in record.notes), record.notes
     assert main(["report", str(path)]) == 0
 
@@ -277,10 +277,10 @@ def test_there_is_no_trace_without_a_recorded_window(
 
 
 def test_curves_stand_in_numbers_too(tmp_path: Path) -> None:
-    found = served.read(folder(tmp_path))
+    found = served.read_served(folder(tmp_path))
     page = served_page([found], version="0", made="now")
     told = "".join(f"<td>{cell}</td>" for cell in served.load_rows([LOAD])[0])
-    several = served.curves(found)
+    several = served.load_curves(found)
     assert several
     assert page.count("<th>at once</th>") == len(several)
     assert page.count(f"<tr>{told}</tr>") == sum(loads.count(LOAD) for _, loads in several) > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hocket.reporting.record import read
+from hocket.reporting.record import read_run
 from hocket.reporting.trace import trace_events, trace_json
 from hocket.spec.layout import Layout
 from hocket.spec.timeline import Event, Timeline
@@ -50,7 +50,7 @@ def check(events: list[dict[str, Any]]) -> None:
 
 
 def test_all_ranks_of_both_timelines(tmp_path: Path) -> None:
-    record = read(make(tmp_path / "run"))
+    record = read_run(make(tmp_path / "run"))
     assert record.measured is not None
     assert record.predicted is not None
     trace = json.loads(trace_json([record]))
@@ -65,7 +65,7 @@ def test_all_ranks_of_both_timelines(tmp_path: Path) -> None:
 
 
 def test_a_flow_ends_in_the_receive_it_belongs_to(tmp_path: Path) -> None:
-    record = read(make(tmp_path / "run", layout="pp2:microbatches=2"))
+    record = read_run(make(tmp_path / "run", layout="pp2:microbatches=2"))
     assert record.measured is not None
     events = trace_events(record.measured, record.layout)
     ends = [e for e in events if e["ph"] == "f"]
@@ -104,7 +104,7 @@ def test_further_steps_follow_on_the_same_ranks(tmp_path: Path) -> None:
     steps = [measured(layout, 4, slower) for slower in (1.0, 1.3)]
     rows = [{"step": 8 + i, "timeline": json.loads(one.to_json())} for i, one in enumerate(steps)]
     (run / "timeline.later.json").write_text(json.dumps(rows))
-    record = read(run)
+    record = read_run(run)
     assert [step for step, _ in record.later] == [8, 9]
     events = json.loads(trace_json([record]))["traceEvents"]
     check(events)
@@ -120,6 +120,6 @@ def test_further_steps_follow_on_the_same_ranks(tmp_path: Path) -> None:
 def test_later_steps_that_are_damaged_are_left_out(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     (run / "timeline.later.json").write_text('[{"step": 8, "timel')
-    record = read(run)
+    record = read_run(run)
     assert record.later == ()
     assert any("timeline.later.json" in note for note in record.notes)

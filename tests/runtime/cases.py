@@ -13,7 +13,7 @@ from hocket.runtime.collectives import all_gather, all_reduce
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.tensor_parallel import vocab_parallel_cross_entropy
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment
 from tests.runtime import models
@@ -68,7 +68,7 @@ def step(
     loss = reference(whole, every)
     plan = models.small_plan(**{k: v for k, v in options.items() if k != "bias"})
     mesh = Mesh(where, context.rank)
-    schedule = build(where, microbatches) if where.pp > 1 else None
+    schedule = build_schedule(where, microbatches) if where.pp > 1 else None
     parallel = parallelize(
         models.small(**options).to(kind), where, plan, mesh=mesh, schedule=schedule,
         bucket_mb=0.01, labels_shifted=True,
@@ -205,7 +205,7 @@ def dropout(context: Any, layout: str, microbatches: int) -> dict[str, Any]:
     mesh = Mesh(where, context.rank)
     parallel = parallelize(
         models.small(**options), where, models.small_plan(), mesh=mesh, seed=7,
-        schedule=build(where, microbatches) if where.pp > 1 else None,
+        schedule=build_schedule(where, microbatches) if where.pp > 1 else None,
     )  # fmt: skip
     masks: dict[str, Any] = {"whole": [], "split": []}
     for stage in parallel.stages:
@@ -388,7 +388,7 @@ def overlapped(context: Any, sequence: bool, model: str = "llama") -> dict[str, 
     of_whole_sequences()
     layout = Layout(tp=context.world_size, sequence_parallel=sequence)
     losses, gradients, counted, kept = [], [], [], 0
-    ordinary = overlap.on_cuda
+    ordinary = overlap.overlaps
     order: list[str] = []
 
     def noted(name: str, label: str) -> None:
@@ -406,14 +406,14 @@ def overlapped(context: Any, sequence: bool, model: str = "llama") -> dict[str, 
     ):  # fmt: skip
         noted(name, label)
     for asked in (False, True):
-        overlap.on_cuda = lambda x, asked=asked: asked
+        overlap.overlaps = lambda x, asked=asked: asked
         try:
             module, _, _ = llama(model)
             plan = plan_for(module, sequence=sequence)
             mesh = Mesh(layout, context.rank)
             parallel = parallelize(module, layout, plan, mesh=mesh)
         finally:
-            overlap.on_cuda = ordinary
+            overlap.overlaps = ordinary
         mesh.recorder.clear()
         batches = [models.tokens(batch=2, seed=i) for i in range(2)]
         for batch in batches:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hocket.models.experts import skip_absent
 from hocket.models.plans.experts import expert_plan
-from hocket.models.skeleton import build
+from hocket.models.skeleton import build_skeleton
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.expert_parallel import apply_expert_parallel, gather_experts
 from hocket.runtime.mesh import Axis, Mesh
@@ -22,7 +22,7 @@ WIDTH = 32
 
 def block(family: str) -> nn.Module:
     """The first set of experts of a tiny model, computed as its family writes it: by a loop."""
-    model: Any = build({**FAMILIES, **EXPERTS}[family], device="cpu", dropout=0.0)
+    model: Any = build_skeleton({**FAMILIES, **EXPERTS}[family], device="cpu", dropout=0.0)
     model.set_experts_implementation("eager")
     found = next(m for n, m in model.named_modules() if n.endswith(".experts"))
     holder = nn.Module()

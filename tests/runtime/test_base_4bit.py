@@ -74,7 +74,7 @@ def test_shards_of_a_quantized_weight_are_quantized_shards() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("warm")
 def test_layouts_compute_what_peft_on_bitsandbytes_computes(tmp_path: Any) -> None:
-    from hocket.jobs.check import check
+    from hocket.jobs.check import check_layout
 
     model = llama(tmp_path)
     for layout in (
@@ -82,7 +82,7 @@ def test_layouts_compute_what_peft_on_bitsandbytes_computes(tmp_path: Any) -> No
     ):  # fmt: skip
         sizes = {"steps": 2, "seq_len": 32, "global_batch": 4}
         asked = {"model": model, "layout": layout, "lora_rank": 4, "quantize_base": "nf4"}
-        report = check(request({**asked, **sizes}))
+        report = check_layout(request({**asked, **sizes}))
         assert report.ok, layout
 
 
@@ -93,7 +93,7 @@ def test_a_run_holds_less_as_predicted_and_resumes(tmp_path: Any) -> None:
     import json
     from pathlib import Path
 
-    from hocket.jobs.train import train
+    from hocket.jobs.train import train_model
 
     model = llama(tmp_path / "base", num_hidden_layers=4)
     data = tmp_path / "text.txt"
@@ -104,13 +104,13 @@ def test_a_run_holds_less_as_predicted_and_resumes(tmp_path: Any) -> None:
     }  # fmt: skip
     base = {"quantize_base": "nf4"}
     job = {**values, **base, "steps": 4, "save_every": 2}
-    train(request({**job, "run": tmp_path / "whole"}))
+    train_model(request({**job, "run": tmp_path / "whole"}))
     shutil.copytree(tmp_path / "whole", tmp_path / "two")
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-000004")
     shutil.rmtree(tmp_path / "two" / "adapter")
-    train(request({**values, "run": tmp_path / "plain", "steps": 1}))
+    train_model(request({**values, "run": tmp_path / "plain", "steps": 1}))
     again = {"model": model, "run": tmp_path / "two", "resume": True}
-    train(request({**again, "cluster": "none"}))
+    train_model(request({**again, "cluster": "none"}))
 
     def rows(run: str) -> list[dict[str, Any]]:
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
@@ -129,9 +129,9 @@ def test_a_run_holds_less_as_predicted_and_resumes(tmp_path: Any) -> None:
 
 def test_the_plan_counts_the_frozen_layers_in_their_bytes() -> None:
     from hocket.cost.adapters import adapted
-    from hocket.jobs.plan import plan, shape_of
+    from hocket.jobs.plan import model_shape, plan_training
 
-    shape = shape_of("llama-3-8b")
+    shape = model_shape("llama-3-8b")
     plain, small = adapted(shape, 16), adapted(shape, 16, base="nf4")
     assert small.num_parameters == plain.num_parameters
     layer = next(iter(small.blocks[small.layers[0]].weights))
@@ -143,8 +143,8 @@ def test_the_plan_counts_the_frozen_layers_in_their_bytes() -> None:
     assert stored == pytest.approx(linear * (1 - 0.5625 / 2))
     asked = {"cluster": "1xRTX4090", "seq_len": 2048, "global_batch": 16, "lora_rank": 16}
     with pytest.raises(HocketError, match="does not fit"):
-        plan("llama-3-8b", **asked)
-    found = plan("llama-3-8b", **asked, quantize_base="nf4")
+        plan_training("llama-3-8b", **asked)
+    found = plan_training("llama-3-8b", **asked, quantize_base="nf4")
     assert found.best.fits
 
 
@@ -190,8 +190,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_has_no_whole_blocks_is_rejected_before_ranks_start(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, layout: str, sizes: dict[str, int]
 ) -> None:
-    from hocket.jobs.check import check
-    from hocket.jobs.train import train
+    from hocket.jobs.check import check_layout
+    from hocket.jobs.train import train_model
 
     asked = {
         "model": llama(tmp_path / "base", **sizes), "layout": layout, "lora_rank": 4,
@@ -200,12 +200,12 @@ def test_what_has_no_whole_blocks_is_rejected_before_ranks_start(
     entries = started(monkeypatch)
     if "threads" not in layout:
         with pytest.raises(HocketError, match="blocks of 64"):
-            check(request(asked))
+            check_layout(request(asked))
     data = tmp_path / "text.txt"
     data.write_text("a line of text to learn from\n" * 200)
     tokens = {"data": data, "tokenizer": "bytes", "eval_fraction": 0.0, "cluster": "none"}
     with pytest.raises(HocketError, match="blocks of 64"):
-        train(request({**asked, **tokens, "run": tmp_path / "run"}))
+        train_model(request({**asked, **tokens, "run": tmp_path / "run"}))
     assert entries[-1] == "hocket.ranks.adapters:main"
     assert not any("hocket.training" in entry for entry in entries)
 
@@ -216,7 +216,7 @@ def test_what_has_no_whole_blocks_is_rejected_before_ranks_start(
 def test_a_stage_without_adapted_layers_is_rejected_before_ranks_start(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hocket.jobs.check import check
+    from hocket.jobs.check import check_layout
 
     asked = {
         "model": llama(tmp_path), "layout": "pp2", "lora_rank": 4,
@@ -225,7 +225,7 @@ def test_a_stage_without_adapted_layers_is_rejected_before_ranks_start(
     }  # fmt: skip
     entries = started(monkeypatch)
     with pytest.raises(HocketError, match="holds none of the layers"):
-        check(request(asked))
+        check_layout(request(asked))
     assert not any("hocket.training" in entry for entry in entries)
 
 
@@ -236,7 +236,7 @@ def test_layers_that_keep_their_weight_transposed(tmp_path: Any) -> None:
     """GPT-2's `Conv1D`, [in, out], whole and split: bitsandbytes' layers hold [out, in]."""
     import transformers
 
-    from hocket.jobs.check import check
+    from hocket.jobs.check import check_layout
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -246,5 +246,5 @@ def test_layers_that_keep_their_weight_transposed(tmp_path: Any) -> None:
     for layout, targets in (("tp2", "all-linear"), ("pp2:schedule=zero-bubble", "c_attn")):
         asked = {"model": str(tmp_path), "layout": layout, "lora_targets": targets}
         values = {"lora_rank": 4, "quantize_base": "nf4", "steps": 2, "seq_len": 16}
-        report = check(request({**asked, **values, "global_batch": 4}))
+        report = check_layout(request({**asked, **values, "global_batch": 4}))
         assert report.ok, (layout, targets)

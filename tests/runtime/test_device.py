@@ -48,9 +48,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 def test_a_rank_takes_the_gpu_of_its_number(gpus: types.SimpleNamespace) -> None:
     assert d.pick_device("auto", 1) == GPU
-    assert d.claim(GPU) == []
+    assert d.claim_device(GPU) == []
     assert gpus.bound == ["0000:3b:00.0"]
-    assert d.claim(torch.device("cpu")) == []
+    assert d.claim_device(torch.device("cpu")) == []
 
 
 def test_more_ranks_than_gpus(gpus: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_slurm_shows_each_task_a_gpu_of_its_own(
 def test_a_gpu_that_refuses_says_why(gpus: types.SimpleNamespace, error: str, meaning: str) -> None:
     gpus.error = error
     with pytest.raises(OptionError, match=meaning) as caught:
-        d.claim(GPU)
+        d.claim_device(GPU)
     assert error.split(".", maxsplit=1)[0] in caught.value.message
     assert caught.value.hint
 
@@ -94,12 +94,12 @@ def test_a_gpu_that_refuses_says_why(gpus: types.SimpleNamespace, error: str, me
 def test_any_other_error_stays_what_it_is(gpus: types.SimpleNamespace) -> None:
     gpus.error = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        d.claim(GPU)
+        d.claim_device(GPU)
 
 
 def test_what_a_user_should_know_of_a_gpu(gpus: types.SimpleNamespace) -> None:
     gpus.free, gpus.name = 12 << 30, "NVIDIA H100 MIG 3g.40gb"
-    busy, slice_ = d.claim(GPU)
+    busy, slice_ = d.claim_device(GPU)
     assert "cuda:1 has 12.9 GB of 85.9 GB free" in busy
     assert "MIG instance (NVIDIA H100 MIG 3g.40gb)" in slice_
 

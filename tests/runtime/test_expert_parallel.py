@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.runtime.expert_parallel.experts import expert_parallel_class  # noqa: E402
-from hocket.runtime.tensor_parallel.experts import expert_parallel_class as sliced  # noqa: E402
+from hocket.runtime.expert_parallel.experts import sharded_experts_class  # noqa: E402
+from hocket.runtime.tensor_parallel.experts import sliced_experts_class as sliced  # noqa: E402
 from tests.runtime.expert_cases import block  # noqa: E402
 
 ROUTINGS = ("spread", "one", "empty")
@@ -45,5 +45,5 @@ def test_each_token_reaches_its_experts_and_comes_back(
 
 def test_the_class_keeps_the_slices_of_tp_outside() -> None:
     kind = type(block("mixtral").experts)
-    names = [base.__name__ for base in expert_parallel_class(sliced(kind)).__mro__[1:4]]
+    names = [base.__name__ for base in sharded_experts_class(sliced(kind)).__mro__[1:4]]
     assert names == ["TensorParallelExperts", "ExpertParallelExperts", kind.__name__]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hocket.runtime.interpreter_exit import settle
+from hocket.runtime.interpreter_exit import settle_threads
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +26,7 @@ def test_it_waits_for_a_thread_that_computes_and_not_for_one_that_sleeps() -> No
     sleeper = threading.Thread(target=sleeping.wait)
     sleeper.start()
     threading.Thread(target=compute).start()
-    assert settle(60.0)
+    assert settle_threads(60.0)
     assert done.wait(1.0), "it had computed; setting the event takes no time"
     sleeping.set()
     sleeper.join()
@@ -42,7 +42,7 @@ def test_it_gives_up_after_its_limit() -> None:
     thread = threading.Thread(target=compute)
     thread.start()
     began = time.monotonic()
-    assert not settle(0.3)
+    assert not settle_threads(0.3)
     assert time.monotonic() - began < 60
     ended.set()
     thread.join()

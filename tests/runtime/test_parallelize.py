@@ -141,10 +141,10 @@ def test_no_plan_no_split() -> None:
 @pytest.mark.torch
 def test_the_schedule_sets_the_number_of_microbatches() -> None:
     from hocket.runtime.parallelize import parallelize
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
 
     parallel = parallelize(
-        models.small(), Layout(), models.small_plan(), schedule=build(Layout(), 2)
+        models.small(), Layout(), models.small_plan(), schedule=build_schedule(Layout(), 2)
     )
     with pytest.raises(OptionError, match="3 microbatches, the schedule 1f1b has 2"):
         parallel.forward_backward([models.tokens()] * 3)

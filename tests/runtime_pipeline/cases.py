@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline import Executor, Stage, cut
 from hocket.runtime.record import Recorder
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import Schedule
 from tests.runtime_pipeline.models import HIDDEN, MODELS, batch, loss_fn, reference, slices
@@ -39,7 +39,7 @@ def transparency(
     whole = batch(ROWS, plan.input_argument)
     expected, gradients = reference(module, whole)
     parsed = Layout.parse(layout)
-    board = Schedule.parse(schedule) if schedule else build(parsed, microbatches)
+    board = Schedule.parse(schedule) if schedule else build_schedule(parsed, microbatches)
     recorder = Recorder(context.rank)
     mesh = Mesh(parsed, context.rank, recorder=recorder)
     axis = mesh.axis("pp")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.schedules import build, lower
+from hocket.schedules import build_schedule, lower
 from hocket.simulation import simulate
-from hocket.simulation.nccl import EnqueuedOp, Trace, check
+from hocket.simulation.nccl import EnqueuedOp, Trace, simulate_nccl
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import RECEIVES, SENDS, Schedule
 from tests.schedules.random_schedules import random_schedule
@@ -110,13 +110,13 @@ def executed(schedule: Schedule, evaluated: int = 0) -> tuple[list[Trace], list[
 
 def complete(traces: list[Trace]) -> None:
     for rule in ("eager", "lazy"):
-        verdict = check(traces, rule)
+        verdict = simulate_nccl(traces, rule)
         assert verdict.ok, (rule, verdict.waiting, verdict.mismatches, verdict.picture())
 
 
 @pytest.mark.parametrize(("name", "pp", "v", "m"), NAMED)
 def test_named_schedules_complete(name: str, pp: int, v: int, m: int) -> None:
-    schedule = build(Layout(pp=pp, virtual_stages=v, schedule=name), m)
+    schedule = build_schedule(Layout(pp=pp, virtual_stages=v, schedule=name), m)
     traces, most = executed(schedule, evaluated=m + 1)
     complete(traces)
     # Tensors of messages do not pile up while the host runs ahead of the device.
@@ -134,7 +134,7 @@ def test_random_schedules_complete(seed: int) -> None:
 def test_the_simulated_order_is_the_executed_one(name: str, pp: int, v: int, m: int) -> None:
     from hocket.spec.prices import Prices
 
-    schedule = build(Layout(pp=pp, virtual_stages=v, schedule=name), m)
+    schedule = build_schedule(Layout(pp=pp, virtual_stages=v, schedule=name), m)
     timeline = simulate(schedule, Prices.uniform(schedule.num_stages, send=0.02))
     traces, _ = executed(schedule)
     for rank, trace in enumerate(traces):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.schedules import build, lower, relower, validate
+from hocket.schedules import build_schedule, lower, relower, validate_schedule
 from hocket.simulation import simulate
-from hocket.simulation.nccl import EnqueuedOp, Trace, check
+from hocket.simulation.nccl import EnqueuedOp, Trace, simulate_nccl
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import BACKWARD, FORWARD, INPUT, RECEIVES, SENDS, Action, Schedule
@@ -50,7 +50,7 @@ def traces(schedule: Schedule) -> list[Trace]:
 
 
 def verdicts(schedule: Schedule) -> list[bool]:
-    return [check(traces(schedule), rule).ok for rule in ("eager", "lazy")]
+    return [simulate_nccl(traces(schedule), rule).ok for rule in ("eager", "lazy")]
 
 
 NAMED = [
@@ -67,7 +67,7 @@ NAMED = [
 
 @pytest.mark.parametrize(("name", "pp", "v", "m"), NAMED)
 def test_named_schedules_complete(name: str, pp: int, v: int, m: int) -> None:
-    schedule = build(Layout(pp=pp, virtual_stages=v, schedule=name), m)
+    schedule = build_schedule(Layout(pp=pp, virtual_stages=v, schedule=name), m)
     assert verdicts(schedule) == [True, True]
 
 
@@ -75,9 +75,9 @@ def test_named_schedules_complete(name: str, pp: int, v: int, m: int) -> None:
 @settings(max_examples=150, deadline=None)
 def test_random_schedules_complete(seed: int) -> None:
     compute = random_schedule(seed)
-    validate(compute, compute_only=True)
+    validate_schedule(compute, compute_only=True)
     schedule = lower(compute)
-    validate(schedule)
+    validate_schedule(schedule)
     assert verdicts(schedule) == [True, True]
     assert verdicts(relower(schedule)) == [True, True]
     assert Schedule.parse(str(schedule)) == schedule
@@ -102,7 +102,7 @@ def test_what_the_check_lets_pass_completes(seed: int) -> None:
     line.insert(rng.randrange(len(line) + 1), action)
     moved = dataclasses.replace(schedule, ranks=tuple(map(tuple, ranks)))
     try:
-        validate(moved)
+        validate_schedule(moved)
     except ScheduleError:
         return
     assert verdicts(moved) == [True, True]
@@ -110,7 +110,7 @@ def test_what_the_check_lets_pass_completes(seed: int) -> None:
 
 def test_a_swapped_pair_is_found() -> None:
     """Every exchange of two messages of a line that NCCL cannot complete is rejected."""
-    schedule = build(Layout(pp=3), 4)
+    schedule = build_schedule(Layout(pp=3), 4)
     found = 0
     for rank, line in enumerate(schedule.ranks):
         messages = [i for i, action in enumerate(line) if action.kind in (*SENDS, *RECEIVES)]
@@ -126,14 +126,14 @@ def test_a_swapped_pair_is_found() -> None:
             if bad:
                 found += 1
                 with pytest.raises(ScheduleError):
-                    validate(swapped)
+                    validate_schedule(swapped)
     assert found > 20
 
 
 def test_the_order_for_buffered_sends_does_not_complete() -> None:
     """Sends at once and receives as late as can be: 1F1B from three stages on hangs on NCCL."""
     late = []
-    schedule = build(Layout(pp=3), 6)
+    schedule = build_schedule(Layout(pp=3), 6)
     for line in schedule.ranks:
         new: list[Action] = []
         waiting: list[Action] = []
@@ -151,5 +151,5 @@ def test_the_order_for_buffered_sends_does_not_complete() -> None:
     old = dataclasses.replace(schedule, ranks=tuple(late))
     assert verdicts(old) == [False, False]
     with pytest.raises(ScheduleError, match="deadlocks"):
-        validate(old)
+        validate_schedule(old)
     assert verdicts(relower(old)) == [True, True]

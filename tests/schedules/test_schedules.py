@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.schedules import NAMES, build, load, relower, save, validate
+from hocket.schedules import (
+    NAMES,
+    build_schedule,
+    load_schedule,
+    relower,
+    save_schedule,
+    validate_schedule,
+)
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import COMPUTE, RECEIVES, SENDS, Action, Schedule
@@ -85,11 +92,11 @@ PICTURES = {
 
 @pytest.mark.parametrize(("layout", "m"), PICTURES)
 def test_the_picture(layout: str, m: int) -> None:
-    assert compute(build(Layout.parse(layout), m)) == picture(PICTURES[layout, m])
+    assert compute(build_schedule(Layout.parse(layout), m)) == picture(PICTURES[layout, m])
 
 
 def test_lowered_1f1b_posts_receives_early_and_reduces_last() -> None:
-    lines = [",".join(map(str, line)) for line in build(Layout(pp=2), 2).ranks]
+    lines = [",".join(map(str, line)) for line in build_schedule(Layout(pp=2), 2).ranks]
     assert lines == [
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD",
         "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD",
@@ -97,7 +104,7 @@ def test_lowered_1f1b_posts_receives_early_and_reduces_last() -> None:
 
 
 def test_stages_that_share_a_rank_send_nothing() -> None:
-    schedule = build(Layout(virtual_stages=3, schedule="gpipe"), 2)
+    schedule = build_schedule(Layout(virtual_stages=3, schedule="gpipe"), 2)
     assert not any(a.kind in (*SENDS, *RECEIVES) for _, a in schedule)
     assert compute(schedule) == picture("0F0 0F1 1F0 1F1 2F0 2F1 2B1 2B0 1B1 1B0 0B1 0B0")
 
@@ -110,14 +117,17 @@ def test_1f1b_holds_few_activations_where_gpipe_holds_all() -> None:
             most = max(most, now)
         return most
 
-    pipeline, flush = build(Layout(pp=4), 8), build(Layout(pp=4, schedule="gpipe"), 8)
+    pipeline, flush = (
+        build_schedule(Layout(pp=4), 8),
+        build_schedule(Layout(pp=4, schedule="gpipe"), 8),
+    )
     assert [held(pipeline, r) for r in range(4)] == [4, 3, 2, 1]
     assert [held(flush, r) for r in range(4)] == [8, 8, 8, 8]
     # Zero bubble: nowhere more than 1F1B's first rank.
-    halved = build(Layout(pp=4, schedule="zero-bubble"), 8)
+    halved = build_schedule(Layout(pp=4, schedule="zero-bubble"), 8)
     assert [held(halved, r) for r in range(4)] == [4, 4, 4, 4]
     # ZB-V: two stages a rank, each half as large.
-    bent = build(Layout(pp=4, virtual_stages=2, schedule="zb-v"), 8)
+    bent = build_schedule(Layout(pp=4, virtual_stages=2, schedule="zb-v"), 8)
     assert [held(bent, r) for r in range(4)] == [8, 8, 8, 8]
     assert bent.stage_ranks == (0, 1, 2, 3, 3, 2, 1, 0)
 
@@ -131,8 +141,8 @@ def test_1f1b_holds_few_activations_where_gpipe_holds_all() -> None:
 @settings(max_examples=40, deadline=None)
 def test_every_built_schedule_is_sound_and_reads_back(pp: int, v: int, m: int, name: str) -> None:
     v = {"zero-bubble": 1, "zb-v": 2}.get(name, v)
-    schedule = build(Layout(pp=pp, virtual_stages=v, schedule=name), m)
-    validate(schedule, layout=Layout(dp=2, pp=pp, virtual_stages=v), num_microbatches=m)
+    schedule = build_schedule(Layout(pp=pp, virtual_stages=v, schedule=name), m)
+    validate_schedule(schedule, layout=Layout(dp=2, pp=pp, virtual_stages=v), num_microbatches=m)
     assert Schedule.parse(str(schedule)) == schedule
 
 
@@ -140,35 +150,35 @@ def test_every_built_schedule_is_sound_and_reads_back(pp: int, v: int, m: int, n
 @settings(max_examples=40, deadline=None)
 def test_1f1b_with_any_number_of_stages_is_sound(pp: int, v: int, laps: int, rest: int) -> None:
     m = laps * pp if v > 1 else laps * pp + rest
-    schedule = build(Layout(pp=pp, virtual_stages=v), m)
+    schedule = build_schedule(Layout(pp=pp, virtual_stages=v), m)
     assert len(schedule.stage_ranks) == pp * v
     assert Schedule.parse(str(schedule)) == schedule
 
 
 def test_the_interleaved_schedule_says_which_counts_fit() -> None:
     with pytest.raises(ScheduleError, match="5 microbatches do not divide into 2") as caught:
-        build(Layout(pp=2, virtual_stages=2), 5)
+        build_schedule(Layout(pp=2, virtual_stages=2), 5)
     assert caught.value.hint is not None
     assert "4" in caught.value.hint
     assert "6" in caught.value.hint
     with pytest.raises(ScheduleError, match="virtual_stages is 1"):
-        build(Layout(pp=2, schedule="interleaved"), 4)
+        build_schedule(Layout(pp=2, schedule="interleaved"), 4)
     with pytest.raises(ScheduleError, match="one stage on a rank"):
-        build(Layout(pp=2, virtual_stages=2, schedule="zero-bubble"), 4)
+        build_schedule(Layout(pp=2, virtual_stages=2, schedule="zero-bubble"), 4)
     with pytest.raises(ScheduleError, match="two stages on a rank; virtual_stages is 3"):
-        build(Layout(pp=2, virtual_stages=3, schedule="zb-v"), 4)
+        build_schedule(Layout(pp=2, virtual_stages=3, schedule="zb-v"), 4)
 
 
 def test_an_unknown_name_proposes_the_nearest() -> None:
     with pytest.raises(ScheduleError, match="unknown schedule 'gpip'") as caught:
-        build(Layout(pp=2, schedule="gpip"), 4)
+        build_schedule(Layout(pp=2, schedule="gpip"), 4)
     assert caught.value.hint == "did you mean 'gpipe'?"
     assert set(NAMES) == {"sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"}
 
 
 def test_no_microbatch_is_refused() -> None:
     with pytest.raises(ScheduleError, match="at least 1"):
-        build(Layout(pp=2), 0)
+        build_schedule(Layout(pp=2), 0)
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -176,10 +186,10 @@ def test_no_microbatch_is_refused() -> None:
 
 def test_a_saved_schedule_loads_equal_and_by_its_path(tmp_path) -> None:
     file = tmp_path / "mine.txt"
-    schedule = build(Layout(pp=3), 5)
-    save(schedule, file)
-    assert load(file) == schedule
-    assert build(Layout(pp=3, schedule=str(file)), 5) == schedule
+    schedule = build_schedule(Layout(pp=3), 5)
+    save_schedule(schedule, file)
+    assert load_schedule(file) == schedule
+    assert build_schedule(Layout(pp=3, schedule=str(file)), 5) == schedule
 
 
 def test_a_schedule_written_by_hand_is_lowered(tmp_path) -> None:
@@ -188,7 +198,7 @@ def test_a_schedule_written_by_hand_is_lowered(tmp_path) -> None:
         "# hocket schedule 1\n# name: mine\n# microbatches: 2\n# stage ranks: 0 1\n"
         "0F0, 0F1, 0B1, 0B0\n1F0, 1F1, 1B1, 1I0, 1W0\n"
     )
-    lines = [",".join(map(str, line)) for line in load(file).ranks]
+    lines = [",".join(map(str, line)) for line in load_schedule(file).ranks]
     assert lines == [
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0RECV_B0,0B1,0B0,0REDUCE_GRAD",
         "1RECV_F0,1RECV_F1,1F0,1F1,1B1,1SEND_B1,1I0,1SEND_B0,1W0,1REDUCE_GRAD",
@@ -201,7 +211,7 @@ def test_both_halves_of_an_overlap_are_served(tmp_path) -> None:
         "# hocket schedule 1\n# name: overlap\n# microbatches: 2\n# stage ranks: 0 1\n"
         "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     )
-    line = ",".join(map(str, load(file).ranks[1]))
+    line = ",".join(map(str, load_schedule(file).ranks[1]))
     assert line == ("1RECV_F0,1RECV_F1,1F0,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD")
 
 
@@ -211,17 +221,17 @@ def test_both_halves_of_an_overlap_are_served(tmp_path) -> None:
 )
 def test_a_file_that_does_not_fit_the_layout(tmp_path, layout: str, m: int, says: str) -> None:
     file = tmp_path / "mine.txt"
-    save(build(Layout(pp=3), 5), file)
+    save_schedule(build_schedule(Layout(pp=3), 5), file)
     with pytest.raises(ScheduleError, match=says):
-        build(Layout.parse(layout, schedule=str(file)), m)
+        build_schedule(Layout.parse(layout, schedule=str(file)), m)
 
 
 def test_an_unreadable_file_says_so(tmp_path) -> None:
     with pytest.raises(ScheduleError, match="cannot be read"):
-        load(tmp_path / "absent.txt")
+        load_schedule(tmp_path / "absent.txt")
     (tmp_path / "bad.txt").write_text("0F0\n")
     with pytest.raises(ScheduleError, match=r"bad\.txt: a schedule file begins"):
-        load(tmp_path / "bad.txt")
+        load_schedule(tmp_path / "bad.txt")
 
 
 def test_messages_that_a_file_orders_for_buffered_sends_are_refused_and_ordered_again(
@@ -235,7 +245,7 @@ def test_messages_that_a_file_orders_for_buffered_sends_are_refused_and_ordered_
         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD\n"
     )
     with pytest.raises(ScheduleError) as caught:
-        load(file)
+        load_schedule(file)
     text = str(caught.value)
     assert "rank 0: 0SEND_F1 waits for 1RECV_F1; rank 1: 1SEND_B0 waits for 0RECV_B0" in text
     assert ">>0SEND_F1<<" in text
@@ -244,9 +254,9 @@ def test_messages_that_a_file_orders_for_buffered_sends_are_refused_and_ordered_
     assert "remove every SEND_F, RECV_F, SEND_B and RECV_B" in caught.value.hint
     # What the hint says, and what resuming a run of an earlier version does.
     file.write_text(re.sub(r"\d(SEND|RECV)_[FB]\d,", "", file.read_text()))
-    expected = build(Layout(pp=2), 2)
-    assert load(file) == expected
-    assert relower(load(file)) == expected
+    expected = build_schedule(Layout(pp=2), 2)
+    assert load_schedule(file) == expected
+    assert relower(load_schedule(file)) == expected
 
 
 def test_the_order_of_a_pair_is_kept_where_natural_order_would_differ() -> None:
@@ -275,6 +285,6 @@ def test_the_order_of_a_pair_is_kept_where_natural_order_would_differ() -> None:
             ranks=tuple(map(tuple, ranks)),
         )
     )
-    validate(schedule)
+    validate_schedule(schedule)
     second = [str(a) for a in schedule.ranks[1]]
     assert second.index("1RECV_F1") < second.index("1RECV_B0") < second.index("1B0")

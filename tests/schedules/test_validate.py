@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from hocket.schedules import build, validate
+from hocket.schedules import build_schedule, validate_schedule
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import Action, Schedule
@@ -25,7 +25,7 @@ GOOD = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
 
 
 def test_the_good_one_passes() -> None:
-    validate(schedule(*GOOD))
+    validate_schedule(schedule(*GOOD))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_cannot_run_is_refused(
     lines: tuple[str, ...], m: int, says: str, cell: str | None
 ) -> None:
     with pytest.raises(ScheduleError) as caught:
-        validate(schedule(*lines, m=m))
+        validate_schedule(schedule(*lines, m=m))
     text = str(caught.value)
     assert says in text
     assert "step    0" in text
@@ -82,7 +82,7 @@ def test_swapped_receives_would_exchange_data_in_silence() -> None:
         "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     )
     with pytest.raises(ScheduleError) as caught:
-        validate(schedule(*lines, m=2))
+        validate_schedule(schedule(*lines, m=2))
     assert "1RECV_F1 is received next from rank 0, which sends 0SEND_F0 first" in str(caught.value)
     assert ">>1RECV_F1<<" in str(caught.value)
     assert caught.value.hint == "receive 1RECV_F0 before 1RECV_F1"
@@ -91,38 +91,38 @@ def test_swapped_receives_would_exchange_data_in_silence() -> None:
 def test_a_message_to_oneself_is_refused() -> None:
     line = "0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"
     with pytest.raises(ScheduleError, match="is on the same rank"):
-        validate(schedule(line, stage_ranks=(0, 0)))
+        validate_schedule(schedule(line, stage_ranks=(0, 0)))
 
 
 def test_a_rank_without_a_stage_is_refused() -> None:
     with pytest.raises(ScheduleError, match="rank 1 holds no stage"):
-        validate(schedule("0F0 0B0", "0F0", stage_ranks=(0,)))
+        validate_schedule(schedule("0F0 0B0", "0F0", stage_ranks=(0,)))
 
 
 def test_the_reduction_is_asked_for_where_there_are_data_ranks() -> None:
     lines = schedule("0F0 0B0")
-    validate(lines, layout=Layout())
+    validate_schedule(lines, layout=Layout())
     with pytest.raises(ScheduleError, match="forgets 0REDUCE_GRAD"):
-        validate(lines, layout=Layout(dp=2))
+        validate_schedule(lines, layout=Layout(dp=2))
 
 
 def test_the_layout_and_the_microbatches_must_fit() -> None:
-    made = build(Layout(pp=2), 4)
+    made = build_schedule(Layout(pp=2), 4)
     with pytest.raises(ScheduleError, match="2 pipeline ranks"):
-        validate(made, layout=Layout(pp=4))
+        validate_schedule(made, layout=Layout(pp=4))
     with pytest.raises(ScheduleError, match="has 2 stages"):
-        validate(made, layout=Layout(pp=2, virtual_stages=2))
+        validate_schedule(made, layout=Layout(pp=2, virtual_stages=2))
     with pytest.raises(ScheduleError, match="for 4 microbatches"):
-        validate(made, num_microbatches=8)
+        validate_schedule(made, num_microbatches=8)
 
 
 @pytest.mark.parametrize("name", ["sequential", "gpipe", "1f1b"])
 def test_dropping_or_repeating_any_action_is_noticed(name: str) -> None:
-    made = build(Layout(pp=3, schedule=name), 2)
+    made = build_schedule(Layout(pp=3, schedule=name), 2)
     layout = Layout(dp=2, pp=3)
     for rank, line in enumerate(made.ranks):
         for step in range(len(line)):
             for new in (line[:step] + line[step + 1 :], line[: step + 1] + line[step:]):
                 ranks = (*made.ranks[:rank], new, *made.ranks[rank + 1 :])
                 with pytest.raises(ScheduleError):
-                    validate(dataclasses.replace(made, ranks=ranks), layout=layout)
+                    validate_schedule(dataclasses.replace(made, ranks=ranks), layout=layout)

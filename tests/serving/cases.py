@@ -16,7 +16,7 @@ def generate(
 ) -> list[Any]:
     """One [family, layout, tokens per prompt, collectives] per case."""
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.serving.padded import Engine
     from hocket.serving.request import SamplingParams
     from hocket.training.build import build_model
@@ -36,7 +36,7 @@ def generate(
         if key not in meshes:
             meshes[key] = Mesh(spec.layout, context.rank)
         mesh = meshes[key]
-        schedule = build(spec.layout, spec.layout.microbatches or 1)
+        schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
         try:
             _, skeleton, _, parallel = build_model(spec, mesh, schedule)
             engine = Engine(

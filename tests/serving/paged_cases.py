@@ -9,7 +9,7 @@ from typing import Any
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from tests.families import PROMPTS, SERVED, whole_model
-from tests.serving.paged import ToyScheduler, compare
+from tests.serving.paged import ToyScheduler, compare_pages
 
 
 def serve(context: Any, folder: str, cases: list[list[str]], dtype: str = "fp32") -> list[Any]:
@@ -28,7 +28,7 @@ def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> lis
 
     from hocket.runtime.collectives import irecv, isend
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.serving.engine import attention
     from hocket.serving.engine.runner import StageRunner
     from hocket.serving.engine.vocabulary import Vocabulary
@@ -48,7 +48,7 @@ def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> lis
         )
         mesh = mesh or Mesh(spec.layout, context.rank)
         try:
-            schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
+            schedule = build_schedule(spec.layout, 1) if spec.layout.num_stages > 1 else None
             _, skeleton, _, parallel = build_model(spec, mesh, schedule)
             (stage,) = parallel.stages
             runner = StageRunner(
@@ -93,7 +93,7 @@ def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> lis
                 scale = max(float(row.abs().max()) for row in logits)
                 if width is not None:
                     logits = [row[:, part.start : part.start + width] for row in logits]
-                worst, own = compare(scheduler, run, logits) / scale, own / scale
+                worst, own = compare_pages(scheduler, run, logits) / scale, own / scale
             else:
                 while (plan := scheduler.plan()) is not None:
                     run(plan)

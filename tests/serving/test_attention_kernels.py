@@ -12,7 +12,7 @@ from hocket.serving.engine.attention_kernels import (  # noqa: E402
     KERNELS,
     Accelerator,
     LayerKind,
-    choose,
+    choose_kernels,
 )
 from hocket.serving.engine.cache import LayerShape  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
@@ -62,7 +62,7 @@ TABLE: list[tuple[tuple[int, int], tuple[str, ...], LayerKind, int | None, str, 
 def test_the_table(row: Any) -> None:
     capability, modules, layer, asked, name, block = row
     accelerator = Accelerator(capability, frozenset((*modules, TRITON)))
-    choice = choose([layer] * 3, accelerator, asked)
+    choice = choose_kernels([layer] * 3, accelerator, asked)
     assert choice.block_size == block
     (one,) = choice.to_json()
     assert (one["kernel"], one["layers"], one["block_size"]) == (name, 3, block)
@@ -74,7 +74,7 @@ def test_the_table(row: Any) -> None:
 def test_layers_of_several_kinds_share_a_block_that_all_kernels_read() -> None:
     full, sliding, capped = kind(), kind(window=512), kind(softcap=True)
     layers = [full, sliding, full, capped]
-    choice = choose(layers, Accelerator(A100, frozenset({TRITON})))
+    choice = choose_kernels(layers, Accelerator(A100, frozenset({TRITON})))
     assert [choice.name(layer) for layer in layers] == ["fa2", "fa2", "fa2", "triton"]
     assert choice.block_size == 256
     assert [one["layers"] for one in choice.to_json()] == [2, 1, 1]
@@ -84,7 +84,7 @@ def test_layers_of_several_kinds_share_a_block_that_all_kernels_read() -> None:
 def test_torch_holds_one_flash_attention() -> None:
     """Where one layer's head is too large for it, the other flash-attention cannot be called."""
     wide = kind(256)
-    choice = choose([kind(), wide], Accelerator(B200, frozenset({FA4, TRITON})))
+    choice = choose_kernels([kind(), wide], Accelerator(B200, frozenset({FA4, TRITON})))
     assert [choice.name(kind()), choice.name(wide)] == ["fa4", "triton"]
     assert choice.block_size == 128
     reasons = choice.to_json()[1]["rejected"]
@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_its_trial_gives_way_and_says_why() -> None:
         tried.append((kernel.name, block))
         return "gave results off by 0.7 in a trial" if kernel.name in ("fa3", "fa2") else None
 
-    choice = choose([kind()], Accelerator(H100, frozenset({FA3, TRITON})), works=works)
+    choice = choose_kernels([kind()], Accelerator(H100, frozenset({FA3, TRITON})), works=works)
     assert tried == [("fa3", 16), ("fa2", 256), ("triton", 16)]
     assert choice.name(kind()) == "triton"
     assert choice.to_json()[0]["rejected"]["fa2"] == "gave results off by 0.7 in a trial"
@@ -117,7 +117,7 @@ def test_what_no_kernel_takes_is_rejected_with_every_reason(
     accelerator: Accelerator, layer: LayerKind, asked: int | None, why: str, hint: str
 ) -> None:
     with pytest.raises(ModelError, match="no attention kernel") as caught:
-        choose([layer], accelerator, asked)
+        choose_kernels([layer], accelerator, asked)
     assert why in caught.value.message
     assert all(kernel.name in caught.value.message for kernel in KERNELS)
     assert caught.value.hint is not None
@@ -131,7 +131,7 @@ def test_the_trial_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.Mon
 
     trial = attention_cuda.Trial(torch.device("cpu"))
     triton = next(kernel for kernel in KERNELS if kernel.name == "triton")
-    attend = attention_cuda.attend
+    attend = attention_cuda.attend_pools
 
     def as_reference(name: str, q: Any, pools: Any, step: Any, options: Any) -> Any:
         return attend("reference", q, pools, step, options)
@@ -140,7 +140,7 @@ def test_the_trial_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.Mon
         kind(16, dtype="float32"), kind(16, 8, dtype="float32"), kind(16, window=7),
         kind(16, dtype="float32", softcap=True), kind(16, dtype="float32", sinks=True),
     ]  # fmt: skip
-    monkeypatch.setattr(attention_cuda, "attend", as_reference)
+    monkeypatch.setattr(attention_cuda, "attend_pools", as_reference)
     for layer in layers:
         for block in (16, 256):
             assert trial(triton, layer, block) is None
@@ -150,14 +150,14 @@ def test_the_trial_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.Mon
             options = attention_cuda.Options(options.scaling)
         return attend("reference", q, pools, step, options)
 
-    monkeypatch.setattr(attention_cuda, "attend", forgetful)
+    monkeypatch.setattr(attention_cuda, "attend_pools", forgetful)
     for layer in layers[2:]:
         assert "off by" in str(trial(triton, layer, 16))
 
     def broken(name: str, q: Any, pools: Any, step: Any, options: Any) -> Any:
         raise RuntimeError("no kernel image is available\nmore")
 
-    monkeypatch.setattr(attention_cuda, "attend", broken)
+    monkeypatch.setattr(attention_cuda, "attend_pools", broken)
     why = trial(triton, layers[0], 16)
     assert why == "failed in a trial: RuntimeError: no kernel image is available"
 
@@ -174,10 +174,12 @@ def test_strided_queries_are_made_dense_before_pointers_are_handed_over() -> Non
     strided = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     assert strided.stride(-1) != 1
     found = [
-        attention_cuda.attend("reference", one, (cache.keys[0], cache.values[0]), step, Options(1))
+        attention_cuda.attend_pools(
+            "reference", one, (cache.keys[0], cache.values[0]), step, Options(1)
+        )
         for one in (q, strided)
     ]
     assert torch.equal(*found)
     halves = cache.keys[0].half()
     with pytest.raises(AssertionError):
-        attention_cuda.attend("reference", q, (halves, halves), step, Options(1))
+        attention_cuda.attend_pools("reference", q, (halves, halves), step, Options(1))

@@ -22,7 +22,7 @@ from hocket.serving.engine.gemm_select import (  # noqa: E402
 )
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from tests.families import FAMILIES, PROMPTS, whole_model  # noqa: E402
-from tests.serving.paged import ToyScheduler, compare  # noqa: E402
+from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
 F = torch.nn.functional
@@ -132,7 +132,9 @@ def test_models_of_linear_layers_can_be_half(family: str) -> None:
 
 def served(config: dict[str, Any], weights: Any) -> tuple[StageRunner, float]:
     """A runner in bfloat16, and how far its logits are from those of `weights`, in fp64."""
-    plain: Any = skeleton.build(config, device="cpu", dropout=0.0, attention=attention.NAME)
+    plain: Any = skeleton.build_skeleton(
+        config, device="cpu", dropout=0.0, attention=attention.NAME
+    )
     plain.load_state_dict(weights.state_dict())
     runs = StageRunner(
         Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_num_seqs=4,
@@ -143,13 +145,13 @@ def served(config: dict[str, Any], weights: Any) -> tuple[StageRunner, float]:
     with torch.no_grad():
         logits = [double(torch.tensor([tokens])).logits[0] for tokens in PROMPTS]
     scheduler = ToyScheduler(PROMPTS, block_size=4, num_blocks=64, every_logit=True)
-    worst = compare(scheduler, runs.run, logits)
+    worst = compare_pages(scheduler, runs.run, logits)
     return runs, worst / max(float(row.abs().max()) for row in logits)
 
 
 def whole(config: dict[str, Any]) -> Any:
     torch.manual_seed(7)
-    found: Any = skeleton.build(config, device="cpu", dropout=0.0)
+    found: Any = skeleton.build_skeleton(config, device="cpu", dropout=0.0)
     for parameter in found.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return found.eval()
@@ -200,7 +202,7 @@ def test_whole_layers_take_weights_in_bfloat16(called: list[int]) -> None:
 
 @pytest.mark.usefixtures("called")
 def test_pieces_of_prompts_ask_for_no_logits() -> None:
-    plain: Any = skeleton.build(WIDE, device="cpu", dropout=0.0, attention=attention.NAME)
+    plain: Any = skeleton.build_skeleton(WIDE, device="cpu", dropout=0.0, attention=attention.NAME)
     plain.load_state_dict(whole(WIDE).state_dict())
     runs = StageRunner(
         Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_num_seqs=4,

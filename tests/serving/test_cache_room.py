@@ -64,7 +64,7 @@ def test_room_is_what_communicators_the_largest_step_and_all_graphs_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = _Gpu(monkeypatch, weights=16 * GB)
-    room = memory.cache_bytes(gpu.runner(graphs=13), 1)
+    room = memory.affordable_cache_bytes(gpu.runner(graphs=13), 1)
     free = (80 - 16 - 2) * GB
     graphs = 4 * GB + 12 * GB // 10  # the largest, and what each smaller one adds
     assert room == int(free * memory.CUDA_SHARE) - 3 * GB - graphs
@@ -74,5 +74,5 @@ def test_room_is_what_communicators_the_largest_step_and_all_graphs_leave(
 def test_a_gpu_without_room_is_rejected_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _Gpu(monkeypatch, weights=71 * GB)
     with pytest.raises(OptionError, match=r"7 GB of 80 GB free .* take 8\.2 GB") as caught:
-        memory.cache_bytes(gpu.runner(graphs=13), 1)
+        memory.affordable_cache_bytes(gpu.runner(graphs=13), 1)
     assert caught.value.hint == "--max-num-batched-tokens 2048"

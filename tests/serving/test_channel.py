@@ -15,7 +15,7 @@ from hocket.serving.engine.channel import Channel, ChannelClosed, ChannelListene
 from hocket.serving.front.frames import (
     FrameReader,
     FrameTooLong,
-    decode,
+    decode_frame,
     encode,
     hello,
     pack,
@@ -57,10 +57,10 @@ def test_a_length_above_the_limit_is_refused_before_the_payload() -> None:
 
 def test_a_message_is_a_json_object() -> None:
     (payload,) = FrameReader(1000).feed(encode({"do": "add", "n": [1, 2.5, None]}))
-    assert decode(payload) == {"do": "add", "n": [1, 2.5, None]}
+    assert decode_frame(payload) == {"do": "add", "n": [1, 2.5, None]}
     for bad, why in ((b"[1]", "object"), (b"{", "Expecting"), (b"\xff", "decode"), (b"", "char 0")):
         with pytest.raises(ValueError, match=why):
-            decode(bad)
+            decode_frame(bad)
 
 
 def test_what_the_socket_does_not_take_is_kept_in_order(pair: tuple[Channel, Channel]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hocket.jobs.serving import check, request
-from hocket.models.samples import sample
-from hocket.models.source import resolve
+from hocket.models.samples import sample_config
+from hocket.models.source import resolve_model
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from tests.ranks import RankPool
@@ -53,10 +53,10 @@ def test_answers_equal_plain_transformers(
     ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
     file, folder = tmp_path / "model.json", tmp_path / "model"
     proxy = isinstance(config, str)
-    file.write_text(json.dumps(sample(config) if proxy else config))
-    check.prepared(ranks.launcher, resolve(file), folder, proxy=proxy, seed=0)
+    file.write_text(json.dumps(sample_config(config) if proxy else config))
+    check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=proxy, seed=0)
     answers = check.answers_of(ranks.launcher, folder, layout, size)
-    (report,) = check.compared(ranks.launcher, folder, {layout: answers}, tmp_path).values()
+    (report,) = check.layout_reports(ranks.launcher, folder, {layout: answers}, tmp_path).values()
     assert report.ok, report.failures
     assert {one.name for one in report.comparisons} >= {"chunked prefill", "preemption"}
 
@@ -66,7 +66,7 @@ def test_what_does_not_divide_is_rejected_before_ranks_start(
 ) -> None:
     file, folder = tmp_path / "llama.json", tmp_path / "model"
     file.write_text(json.dumps(LLAMA))
-    check.prepared(ranks.launcher, resolve(file), folder, proxy=False, seed=0)
+    check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=False, seed=0)
     given = {"model": str(folder), "tokenizer": "bytes", "layout": "cp3", "block_size": 16}
     with pytest.raises(OptionError, match="do not divide over cp 3") as caught:
         request.server(given)
@@ -74,4 +74,4 @@ def test_what_does_not_divide_is_rejected_before_ranks_start(
     assert request.server({**given, "block_size": 18}).layout.cp == 3
     file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
     with pytest.raises(LayoutError, match="cp and with experts over ranks"):
-        request.legal(resolve(file), Layout.parse("dp2.ep2.cp2"), "cpu")
+        request.legal_server_layout(resolve_model(file), Layout.parse("dp2.ep2.cp2"), "cpu")

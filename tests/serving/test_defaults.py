@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hocket.serving.defaults import SamplingDefaults, settings
+from hocket.serving.defaults import SamplingDefaults, generation_settings
 from hocket.serving.http.fields import CompletionFields
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError
@@ -43,10 +43,10 @@ def test_what_is_said_counts() -> None:
 
 
 def test_settings_are_read(tmp_path: Path) -> None:
-    assert settings(None) == settings(tmp_path) == {}
+    assert generation_settings(None) == generation_settings(tmp_path) == {}
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.6, "top_k": 0, "eos_token_id": 2, "top_p": 1}))
-    found = SamplingDefaults.of(settings(tmp_path))
+    found = SamplingDefaults.of(generation_settings(tmp_path))
     assert found == SamplingDefaults(temperature=0.6, top_p=1)
     assert found.text() == "temperature 0.6, top_p 1"
     assert SamplingDefaults().text() == ""
@@ -59,10 +59,10 @@ def test_a_torn_file_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(
         OptionError, match=r"generation_config\.json (cannot be read|is not a JSON)"
     ):
-        settings(tmp_path)
+        generation_settings(tmp_path)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot be read"):
-        settings(tmp_path)
+        generation_settings(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,12 @@ def probabilities(logits: Any, temperature: float, top_k: Any, top_p: Any, min_p
     parts: how often each comes."""
     import torch
 
-    from hocket.serving.engine.draw import Choices, draw
+    from hocket.serving.engine.draw import Choices, draw_tokens
 
     count = COUNT
     at = [(i + 0.5) / count for i in range(count)]
     rows = logits.expand(count, -1)
-    tokens, good = draw(
+    tokens, good = draw_tokens(
         rows,
         Choices(
             at=at,
@@ -62,9 +62,9 @@ def probabilities(logits: Any, temperature: float, top_k: Any, top_p: Any, min_p
 
 
 def one(logits: Any, at: float, temperature: float, top_k: Any, top_p: Any, min_p: Any) -> int:
-    from hocket.serving.engine.draw import Choices, draw
+    from hocket.serving.engine.draw import Choices, draw_tokens
 
-    tokens, good = draw(
+    tokens, good = draw_tokens(
         logits,
         Choices(at=[at], temperature=[temperature], top_k=[top_k], top_p=[top_p], min_p=[min_p]),
     )
@@ -172,14 +172,14 @@ def test_rows_done_whole_are_drawn_alike(kind: str, monkeypatch: pytest.MonkeyPa
         (1.0, None, 0.6, 0.2),
     ):
         quick = probabilities(logits, *options)
-        candidates = draw.candidates
+        candidates = draw.kept_entries
 
         def undecided(*arguments: Any, _inner: Any = candidates) -> Any:
             ids, weights, decided = _inner(*arguments)
             return ids * 0, weights, decided & False
 
         with monkeypatch.context() as patch:
-            patch.setattr(draw, "candidates", undecided)
+            patch.setattr(draw, "kept_entries", undecided)
             whole = probabilities(logits, *options)
         assert float((quick - whole).abs().max()) <= 1.01 / COUNT
         assert (quick > 0).equal(whole > 0)
@@ -188,7 +188,7 @@ def test_rows_done_whole_are_drawn_alike(kind: str, monkeypatch: pytest.MonkeyPa
 def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     import torch
 
-    from hocket.serving.engine.draw import Choices, draw, uniform
+    from hocket.serving.engine.draw import Choices, draw_tokens, uniform
 
     generator = torch.Generator().manual_seed(3)
     kinds = ["flat", "peaked", "rough", "rounded"]
@@ -207,7 +207,7 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     for _ in range(3):
         order = torch.randperm(64, generator=generator).tolist()
         temperature, top_k, top_p, min_p = zip(*(choices[i] for i in order), strict=True)
-        together, _ = draw(
+        together, _ = draw_tokens(
             rows[order],
             Choices(
                 at=[at[i] for i in order],
@@ -224,11 +224,11 @@ def test_many_keyed_draws_come_as_often_as_their_probability() -> None:
     """A chi-square of 20000 draws over 30 tokens, with numbers that are always the same."""
     import torch
 
-    from hocket.serving.engine.draw import Choices, draw, uniform
+    from hocket.serving.engine.draw import Choices, draw_tokens, uniform
 
     logits = a_row("rough", 30, seed=5) / 3
     count = 20000
-    tokens, _ = draw(
+    tokens, _ = draw_tokens(
         logits.expand(count, -1),
         Choices(
             at=[uniform(7, i % 4, i // 4) for i in range(count)],
@@ -295,7 +295,7 @@ def test_extremes(
 def test_rows_that_are_no_numbers_are_told_and_harm_no_other(bad: float) -> None:
     import torch
 
-    from hocket.serving.engine.draw import Choices, draw
+    from hocket.serving.engine.draw import Choices, draw_tokens
 
     rows = torch.cat([a_row("rough", V, seed=i) for i in range(6)])
     rows[1, 17] = bad
@@ -304,7 +304,7 @@ def test_rows_that_are_no_numbers_are_told_and_harm_no_other(bad: float) -> None
     for options in ((None, None, None), (40, None, None), (None, 0.9, None), (None, None, 0.1)):
         top_k, top_p, min_p = ([each] * 6 for each in options)
         at = [0.3] * 6
-        tokens, good = draw(
+        tokens, good = draw_tokens(
             rows, Choices(at=at, temperature=[0.8] * 6, top_k=top_k, top_p=top_p, min_p=min_p)
         )
         assert good.tolist() == [True, False, True, False, False, True]

@@ -22,9 +22,9 @@ from hocket.serving.engine.channel import Channel, ChannelListener
 from hocket.serving.engine.driver import Driver
 from hocket.serving.engine.follower import follow
 from hocket.serving.front.ask import Ask
-from hocket.serving.front.client import ReplicaClient, ReplicaLost, merged
+from hocket.serving.front.client import ReplicaClient, ReplicaLost, _merged_outputs
 from hocket.serving.front.completion import Completer
-from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode, encode, hello
+from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode_frame, encode, hello
 from hocket.serving.request import Output, Request, RequestRefused, SamplingParams, TokenLogprobs
 from hocket.serving.scheduling.group import SchedulerGroup
 from hocket.serving.scheduling.limits import SchedulerLimits
@@ -158,7 +158,7 @@ async def all_of(stream: Any) -> Output:
     whole = outputs[0]
     for output in outputs[1:]:
         assert whole.finish_reason is None
-        whole = merged(whole, output)
+        whole = _merged_outputs(whole, output)
     assert whole.finish_reason is not None
     return whole
 
@@ -399,7 +399,7 @@ def test_a_parent_that_does_not_read_is_not_planned_for(
     finished = False
     while not finished:
         for payload in reader.feed(end.recv(1 << 16)):
-            for output in decode(payload).get("outputs", ()):
+            for output in decode_frame(payload).get("outputs", ()):
                 if output["id"] == "a":
                     tokens += output["tokens"]
                     finished = "finish_reason" in output

@@ -24,7 +24,7 @@ from hocket.serving.http.errors import ApiError
 from hocket.serving.http.settings import is_loopback
 from hocket.serving.http.tools import Tools, ToolText
 from hocket.spec.errors import HocketError, ModelError, OptionError
-from hocket.training.tokenizer import byte_tokenizer, trained
+from hocket.training.tokenizer import byte_tokenizer, train_tokenizer
 from tests.serving.http_live import live
 
 TEXTS = [
@@ -66,7 +66,7 @@ def fallback_words() -> TokenizerFace:
 
 ALL_WORDS = {
     "bytes": lambda: TokenizerFace(byte_tokenizer().to_json()),
-    "trained": lambda: TokenizerFace(trained(TEXTS * 20, 300).to_json()),
+    "trained": lambda: TokenizerFace(train_tokenizer(TEXTS * 20, 300).to_json()),
     "fallback": fallback_words,
 }
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.native import library  # noqa: E402
-from hocket.runtime.native.kernels import CpuKernels, fits  # noqa: E402
+from hocket.runtime.native.kernels import CpuKernels, kernels_take  # noqa: E402
 from hocket.serving.engine import attention, fused, fused_layer  # noqa: E402
 from hocket.serving.engine.fused import fuse  # noqa: E402
 from hocket.serving.engine.fused_layer import fuse_layers  # noqa: E402
@@ -239,7 +239,7 @@ def test_positions_turn_as_before_outside_the_engine(kernels: CpuKernels) -> Non
 
 def served_model(family: str, kernels: CpuKernels) -> Any:
     """The whole model as the engine builds it, fused but for its layers."""
-    made: Any = skeleton.build(
+    made: Any = skeleton.build_skeleton(
         FAMILIES[family], device="cpu", dropout=0.0, attention=attention.NAME
     )
     plain = whole_model(family)
@@ -308,11 +308,11 @@ def test_a_module_that_gives_other_numbers_is_left(kernels: CpuKernels) -> None:
 
 def test_only_what_a_kernel_reads_fits() -> None:
     x = torch.randn(4, 6)
-    assert fits(x, x[:, 2:])
-    assert not fits(x.t())
-    assert not fits(x.double())
-    assert not fits(x, x.clone().requires_grad_())
-    assert not fits(x.to("meta"))
+    assert kernels_take(x, x[:, 2:])
+    assert not kernels_take(x.t())
+    assert not kernels_take(x.double())
+    assert not kernels_take(x, x.clone().requires_grad_())
+    assert not kernels_take(x.to("meta"))
 
 
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -352,13 +352,13 @@ def test_the_lack_of_kernels_is_reported_with_the_fix(
         broken.chmod(0o755)
         value = str(broken)
     monkeypatch.setenv(variable, value)
-    remark = library.remark()
+    remark = library.library_remark()
     assert remark is not None
     assert remark.startswith("no kernels in C: ")
     assert wanted in remark
     assert "Fix: " in remark
     monkeypatch.setenv(library.VARIABLE, "0")  # they were not asked for
-    assert library.remark() is None
+    assert library.library_remark() is None
 
 
 def test_they_are_compiled_once_for_a_processor(
@@ -375,10 +375,10 @@ def test_they_are_compiled_once_for_a_processor(
 
     monkeypatch.setattr(subprocess, "run", run)
     assert library.library.__wrapped__() is not None
-    (kept,) = library.folder().iterdir()
+    (kept,) = library.library_folder().iterdir()
     assert ran[0] == ["--version"]
     (compiled,) = ran[1:]
     assert [word for word in compiled if "-march" in word] == list(library.FORMS[form])
     assert library.library.__wrapped__() is not None
     assert ran[2:] == [["--version"]]
-    assert [kept] == list(library.folder().iterdir())
+    assert [kept] == list(library.library_folder().iterdir())

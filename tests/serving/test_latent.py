@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 from hocket.jobs.serving import check  # noqa: E402
 from hocket.models import skeleton  # noqa: E402
 from hocket.models.latent import LatentHeads, latent_heads  # noqa: E402
-from hocket.models.samples import sample  # noqa: E402
-from hocket.models.source import resolve  # noqa: E402
+from hocket.models.samples import sample_config  # noqa: E402
+from hocket.models.source import resolve_model  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention, attention_latent  # noqa: E402
@@ -29,7 +29,7 @@ from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.scheduling.step import LAST, BatchRow, StepPlan  # noqa: E402
 from tests.families import EXPERTS  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
-from tests.serving.paged import ToyScheduler, compare  # noqa: E402
+from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
@@ -124,7 +124,7 @@ def _sent(tables: DeviceTables, plan: StepPlan) -> Any:
 
 
 def test_a_layer_that_expands_otherwise_keeps_keys_and_values() -> None:
-    module: Any = skeleton.build(EXPERTS["deepseek_v3"], device="cpu")
+    module: Any = skeleton.build_skeleton(EXPERTS["deepseek_v3"], device="cpu")
     layer = module.model.layers[0].self_attn
     with torch.no_grad():
         layer.kv_b_proj.weight.normal_()
@@ -135,12 +135,12 @@ def test_a_layer_that_expands_otherwise_keeps_keys_and_values() -> None:
 
 
 def paged(config: dict[str, Any], **options: Any) -> tuple[Any, StageRunner]:
-    plain: Any = skeleton.build(config, device="cpu").eval()
+    plain: Any = skeleton.build_skeleton(config, device="cpu").eval()
     with torch.no_grad():
         for parameter in plain.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
-    module: Any = skeleton.build(config, device="cpu", attention=attention.NAME)
+    module: Any = skeleton.build_skeleton(config, device="cpu", attention=attention.NAME)
     module.load_state_dict(plain.state_dict())
     runner = StageRunner(
         Stage(module), Mesh.single(), module.config, block_size=4, max_num_seqs=4,
@@ -175,7 +175,7 @@ def test_a_decode_step_is_captured_and_replayed() -> None:
         expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
     scheduler = ToyScheduler(sequences, block_size=4, num_blocks=96, every_logit=True)
     scale = max(float(e.abs().max()) for e in expected)
-    assert compare(scheduler, runner.run, expected) < 1e-5 * scale
+    assert compare_pages(scheduler, runner.run, expected) < 1e-5 * scale
     assert graphs.replays > 0
 
 
@@ -187,8 +187,8 @@ def test_heads_divide_over_tensor_ranks_and_latent_vectors_do_not(
 ) -> None:
     ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
     file, folder = tmp_path / f"{kind}.json", tmp_path / "model"
-    file.write_text(json.dumps(sample(kind)))
-    check.prepared(ranks.launcher, resolve(file), folder, proxy=True, seed=0)
+    file.write_text(json.dumps(sample_config(kind)))
+    check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=True, seed=0)
     answers = check.answers_of(ranks.launcher, folder, "tp2", check.CheckedSizes())
-    (report,) = check.compared(ranks.launcher, folder, {"tp2": answers}, tmp_path).values()
+    (report,) = check.layout_reports(ranks.launcher, folder, {"tp2": answers}, tmp_path).values()
     assert report.ok, report.failures

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hocket.simulation.nccl import Trace, check
+from hocket.simulation.nccl import Trace, simulate_nccl
 from tests.runtime_pipeline.test_message_order import Group
 
 pytestmark = pytest.mark.torch
@@ -92,7 +92,7 @@ def served(pp: int, ahead: int) -> list[Trace]:
 @pytest.mark.parametrize("rule", ["eager", "lazy"])
 def test_plans_complete_one_by_one(pp: int, ahead: int, rule: str) -> None:
     traces = served(pp, ahead)
-    assert check(traces, rule).ok
+    assert simulate_nccl(traces, rule).ok
     # No receive of a later plan is enqueued before the send of an earlier one.
     for trace in traces:
         sizes = [op.numel for op in trace.ops]

@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.cli.flags import parse  # noqa: E402
+from hocket.cli.flags import parse_flags  # noqa: E402
 from hocket.cli.serve import Serve  # noqa: E402
 from hocket.ranks import serving as rank  # noqa: E402
-from hocket.runtime.memory_report import OwnedBytes, report  # noqa: E402
+from hocket.runtime.memory_report import OwnedBytes, out_of_memory_report  # noqa: E402
 from hocket.serving.engine import out_of_memory as oom  # noqa: E402
 from hocket.spec.errors import RankMemoryError  # noqa: E402
 from hocket.spec.serving import ServeOptions  # noqa: E402
@@ -32,26 +32,26 @@ def held(weights: int, cache: int, activations: int) -> list[OwnedBytes]:
 
 
 def test_what_frees_most_comes_first_and_every_fix_parses() -> None:
-    large_cache = oom.remedies(OPTIONS, held(16, 50, 2), 2 * GB)
+    large_cache = oom.server_remedies(OPTIONS, held(16, 50, 2), 2 * GB)
     assert large_cache == [
         ("--cache-memory 43000MB", 7 * GB),
         ("--max-num-batched-tokens 4096", 2 * GB),
     ]
-    large_steps = oom.remedies(OPTIONS, held(16, 20, 30), 2 * GB)
+    large_steps = oom.server_remedies(OPTIONS, held(16, 20, 30), 2 * GB)
     assert [flags for flags, _ in large_steps] == [
         "--max-num-batched-tokens 4096", "--cache-memory 16000MB"
     ]  # fmt: skip
-    building = oom.remedies(OPTIONS, held(70, 0, 0), 2 * GB)
+    building = oom.server_remedies(OPTIONS, held(70, 0, 0), 2 * GB)
     assert [flags for flags, _ in building] == [
         "--max-num-batched-tokens 4096",
         "--max-num-seqs 32",
     ]
     for flags, _ in (*large_cache, *large_steps, *building):
-        parse(Serve, "serve", flags.split(), Serve(model="tiny"))
+        parse_flags(Serve, "serve", flags.split(), Serve(model="tiny"))
     smallest = dataclasses.replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1)
-    assert oom.remedies(smallest, held(70, 0, 0), 2 * GB) == []
+    assert oom.server_remedies(smallest, held(70, 0, 0), 2 * GB) == []
     assert "larger pp or tp" in str(
-        report(0, oom.device_state(ValueError(), CPU), [], [], oom.OTHER)
+        out_of_memory_report(0, oom.device_state(ValueError(), CPU), [], [], oom.OTHER)
     )
 
 
@@ -61,7 +61,7 @@ CPU = torch.device("cpu")
 def test_a_step_that_runs_out_names_its_owners() -> None:
     _, runner = runner_of("llama", 4)
     runner.allocate(40)
-    before = {owner.name: owner.nbytes for owner in oom.owners(CPU, 0)}
+    before = {owner.name: owner.nbytes for owner in oom.server_owners(CPU, 0)}
     assert before["key/value cache"] >= 40 * runner.bytes_per_block
     assert before["weights"] >= sum(p.nbytes for p in runner.stage.module.parameters())
     with (

@@ -23,7 +23,7 @@ from hocket.serving.engine.attention_step import indices  # noqa: E402
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache  # noqa: E402
 from hocket.serving.engine.device_step import DeviceStep, DeviceTables  # noqa: E402
 from hocket.serving.engine.families import refuse, self_check  # noqa: E402
-from hocket.serving.engine.graphs import DecodeGraphs, sizes  # noqa: E402
+from hocket.serving.engine.graphs import DecodeGraphs, captured_rows  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
     inputs_first,
@@ -37,7 +37,7 @@ from hocket.serving.scheduling.admission import Admission  # noqa: E402
 from hocket.serving.scheduling.step import LAST, UNKNOWN, BatchRow, StepPlan  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
 from tests.families import FAMILIES, PROMPTS, SERVED, whole_model  # noqa: E402
-from tests.serving.paged import ToyScheduler, compare  # noqa: E402
+from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
@@ -241,7 +241,7 @@ def test_blocks_that_lie_side_by_side_are_read_in_place(monkeypatch: pytest.Monk
 def module_of(family: str) -> tuple[Any, Any]:
     """The whole model, and another of its values that attends from pages."""
     plain = whole_model(family)
-    module: Any = skeleton.build(
+    module: Any = skeleton.build_skeleton(
         SERVED[family], device="cpu", dropout=0.0, attention=attention.NAME
     )
     module.load_state_dict(plain.state_dict())
@@ -308,9 +308,9 @@ def test_every_logit_of_shared_and_chunked_prompts(family: str) -> None:
         expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
     scheduler = ToyScheduler(sequences, block_size=4, num_blocks=96, every_logit=True)
     scale = max(float(e.abs().max()) for e in expected)
-    worst = compare(scheduler, runner.run, expected, {0, 2})
+    worst = compare_pages(scheduler, runner.run, expected, {0, 2})
     scheduler.share(0, 1, 4)
-    assert max(worst, compare(scheduler, runner.run, expected)) < 1e-5 * scale
+    assert max(worst, compare_pages(scheduler, runner.run, expected)) < 1e-5 * scale
 
 
 def test_a_step_without_logits_gives_none() -> None:
@@ -341,7 +341,9 @@ def test_a_step_takes_the_threads_that_it_is_worth() -> None:
         used[len(plan.tokens)] = torch.get_num_threads()
         return found
 
-    assert compare(scheduler, run, expected) < 1e-5 * max(float(e.abs().max()) for e in expected)
+    assert compare_pages(scheduler, run, expected) < 1e-5 * max(
+        float(e.abs().max()) for e in expected
+    )
     assert {threads for tokens, threads in used.items() if tokens >= 12} == {2}
     assert {threads for tokens, threads in used.items() if tokens < 12} == {1}
 
@@ -523,11 +525,11 @@ def on_device(family: str, block_size: int, **more: Any) -> tuple[Any, StageRunn
 
 
 def test_sizes_of_graphs_are_few_and_end_with_all_rows() -> None:
-    assert sizes(1) == [1]
-    assert sizes(5) == [1, 2, 4, 5]
-    assert sizes(40) == [1, 2, 4, 8, 16, 32, 40]
-    assert sizes(256) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
-    assert sizes(5000)[-2:] == [448, 512]
+    assert captured_rows(1) == [1]
+    assert captured_rows(5) == [1, 2, 4, 5]
+    assert captured_rows(40) == [1, 2, 4, 8, 16, 32, 40]
+    assert captured_rows(256) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
+    assert captured_rows(5000)[-2:] == [448, 512]
 
 
 @pytest.mark.usefixtures("reference_operator")
@@ -548,9 +550,9 @@ def test_captured_steps_equal_a_plain_forward_and_touch_no_other_sequence(family
         scheduler = ToyScheduler(
             sequences, block_size=4, num_blocks=96, chunks=(1, 1, 1, 6), every_logit=every
         )
-        worst = max(worst, compare(scheduler, runner.run, expected, {0, 1, 2}))
+        worst = max(worst, compare_pages(scheduler, runner.run, expected, {0, 1, 2}))
         scheduler.share(0, 3, 1)  # of the prefix cache
-        worst = max(worst, compare(scheduler, runner.run, expected))
+        worst = max(worst, compare_pages(scheduler, runner.run, expected))
     assert runner.graphs.replays > 20
     assert worst < 1e-5 * max(float(e.abs().max()) for e in expected)
 
@@ -627,7 +629,7 @@ def test_a_step_that_reads_the_device_is_run_eagerly_and_says_why(
         expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
     scheduler = ToyScheduler(sequences, block_size=4, num_blocks=96, every_logit=True)
     scale = max(float(e.abs().max()) for e in expected)
-    assert compare(scheduler, runner.run, expected) < 1e-5 * scale
+    assert compare_pages(scheduler, runner.run, expected) < 1e-5 * scale
     assert runner.graphs.replays == 0
 
 

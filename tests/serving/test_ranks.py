@@ -117,10 +117,10 @@ def test_generate_takes_padded_rows_where_pages_cannot_hold_a_model(
 ) -> None:
     import torch
 
-    from hocket.jobs.generate import generate
+    from hocket.jobs.generate import generate_texts
 
     told: list[tuple[int, str]] = []
-    found = generate(
+    found = generate_texts(
         str(folder / "bloom"), ["12", "3456"], layout="pp2", tokenizer="bytes", max_new_tokens=8,
         launcher=ranks.launcher, on_text=lambda row, text: told.append((row, text)),
     )  # fmt: skip

@@ -54,7 +54,7 @@ def test_no_step_reads_the_device_and_all_end(
 ) -> None:
     """Prefill, mixed and decode steps, whose requests sample in every way: no read inside a step,
     one result, decode legal to capture, and messages that end under both rules."""
-    found = job.rehearse(replica(family, layout, block_size=256), workers=workers)
+    found = job.rehearse_replica(replica(family, layout, block_size=256), workers=workers)
     assert found.host_reads() == []
     assert found.ends
     assert found.fits
@@ -94,11 +94,11 @@ def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
 ) -> None:
     """As `hocket serve --dry-run` and `hocket rehearse --serve` do before a rank starts."""
     spec = replica("llama", "tp1")
-    found = job.rehearse(spec, workers=workers)
+    found = job.rehearse_replica(spec, workers=workers)
     require_replica(found, spec)
     held = found.held(found.ranks[0])
     small = dataclasses.replace(found, device_memory=int(0.8 * held))
-    monkeypatch.setattr(job, "rehearse", lambda spec, gpu: small)
+    monkeypatch.setattr(job, "rehearse_replica", lambda spec, gpu: small)
     with pytest.raises(LayoutError, match=r"rank 0 needs .* of weights, .* H100") as caught:
         print_serving(spec, gpu="H100", json=True)
     assert json.loads(capsys.readouterr().out)["peak_bytes"] == [held]
@@ -119,7 +119,7 @@ def test_a_replica_that_does_not_end_is_rejected() -> None:
 
 def test_what_reads_the_device_is_named_and_not_captured(workers: RehearsalWorkers) -> None:
     """Where experts are picked on the host, a step runs eagerly, and the place is reported."""
-    found = job.rehearse(replica("mixtral", "tp1"), workers=workers)
+    found = job.rehearse_replica(replica("mixtral", "tp1"), workers=workers)
     (one,) = found.ranks.values()
     graphs = one["graphs"]
     if graphs["reason"]:
@@ -136,7 +136,7 @@ def test_experts_over_ranks_read_nothing_and_are_captured(
     workers: RehearsalWorkers, layout: str
 ) -> None:
     """Where a data rank is idle, too."""
-    found = job.rehearse(replica("mixtral", layout), workers=workers)
+    found = job.rehearse_replica(replica("mixtral", layout), workers=workers)
     assert found.host_reads() == []
     assert found.ends
     assert found.fits
@@ -149,7 +149,7 @@ def test_experts_over_ranks_read_nothing_and_are_captured(
 
 
 def test_a_long_prompt_is_dispatched_with_one_read_a_layer(workers: RehearsalWorkers) -> None:
-    found = job.rehearse(
+    found = job.rehearse_replica(
         replica("mixtral", "dp2.ep2", max_num_batched_tokens=8192), workers=workers
     )
     assert found.host_reads() == []
@@ -161,7 +161,9 @@ def test_a_long_prompt_is_dispatched_with_one_read_a_layer(workers: RehearsalWor
 
 def test_the_largest_step_of_experts_is_predicted(workers: RehearsalWorkers) -> None:
     """Their tokens are copied for each expert, and their outputs are weighted in fp32."""
-    found = job.rehearse(replica("mixtral", "tp2", max_num_batched_tokens=1024), workers=workers)
+    found = job.rehearse_replica(
+        replica("mixtral", "tp2", max_num_batched_tokens=1024), workers=workers
+    )
     (predicted,) = found.predicted
     for one in found.ranks.values():
         assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.15)
@@ -170,7 +172,7 @@ def test_the_largest_step_of_experts_is_predicted(workers: RehearsalWorkers) -> 
 def test_layers_that_no_library_takes_are_read_by_triton(workers: RehearsalWorkers) -> None:
     spec = replica("llama", "tp1")
     spec = RunSpec.from_json(spec.to_json().replace('"dtype": "bf16"', '"dtype": "fp32"'))
-    found = job.rehearse(spec, workers=workers)
+    found = job.rehearse_replica(spec, workers=workers)
     (one,) = found.ranks.values()
     (row,) = one["attention"]
     assert row["kernel"] == "triton"

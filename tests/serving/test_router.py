@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hocket.serving.front.client import ReplicaLost
 from hocket.serving.front.router import NoReplica, Router
 from hocket.serving.request import Output, Request, RequestRefused, SamplingParams
-from hocket.serving.scheduling.known_prefixes import KnownPrefixes, chain
+from hocket.serving.scheduling.known_prefixes import KnownPrefixes, prefix_keys
 
 BLOCK = 4
 names = itertools.count()
@@ -75,10 +75,10 @@ prompts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 def test_blocks_are_equal_exactly_as_far_as_the_prompts_are(a: list[int], b: list[int]) -> None:
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     same = min(len(a), len(b)) if same is None else same
-    keys = chain(a, BLOCK), chain(b, BLOCK)
+    keys = prefix_keys(a, BLOCK), prefix_keys(b, BLOCK)
     both = sum(x == y for x, y in zip(*keys, strict=False))
     assert both == same // BLOCK
-    assert not set(chain(a, BLOCK, "other")) & set(keys[0])
+    assert not set(prefix_keys(a, BLOCK, "other")) & set(keys[0])
 
 
 @given(st.lists(prompts, min_size=1, max_size=30), st.integers(0, 12))
@@ -87,7 +87,7 @@ def test_what_is_remembered_is_bounded_and_never_more_than_was_sent(
 ) -> None:
     prefixes = KnownPrefixes(most)
     for prompt in sent:
-        keys = chain(prompt, BLOCK)
+        keys = prefix_keys(prompt, BLOCK)
         prefixes.add(keys)
         assert len(prefixes) <= most
         # The newest prompt is held from its beginning, as far as there is room.
@@ -133,7 +133,7 @@ def test_a_queue_longer_than_the_prefix_sends_a_request_elsewhere() -> None:
     assert first.number == 1
     assert held == 16
     # A prefix longer than what stands before it is worth the wait.
-    found.replicas[0].prefixes.add(chain(range(1000, 1400), BLOCK))
+    found.replicas[0].prefixes.add(prefix_keys(range(1000, 1400), BLOCK))
     ((first, held), _) = found.order(request(*range(1000, 1401)))
     assert (first.number, held) == (0, 400)
 

@@ -263,14 +263,14 @@ def test_prompt_log_probabilities_are_told_in_slices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device_sampler, "_SLICE_BYTES", 2**21)  # a GPU takes more at once
 
     most = 0
-    summary = logprobs.summary
+    summary = logprobs.logits_summary
 
     def measured(logits: Any, *more: Any) -> Any:
         nonlocal most
         most = max(most, logits.numel() * 4)
         return summary(logits, *more)
 
-    monkeypatch.setattr(logprobs, "summary", measured)
+    monkeypatch.setattr(logprobs, "logits_summary", measured)
     for dtype in ("float32", "bfloat16"):
         sampler = a_sampler(50_000)
         told = [{}, {"prompt_logprobs": 3}, {"prompt_logprobs": 0}, {}]

@@ -17,11 +17,11 @@ from hocket.jobs.serving.check_matrix import served_matrix
 from hocket.jobs.serving.llm import Lent
 from hocket.models import registry
 from hocket.models.samples import switches
-from hocket.models.source import resolve
+from hocket.models.source import resolve_model
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import SWITCHED
-from hocket.spec.served_check import ServedCheck, ServedComparison, limit
+from hocket.spec.served_check import ServedCheck, ServedComparison, equal_limit
 from tests.ranks import RankPool
 from tests.rotation import part
 
@@ -98,9 +98,9 @@ def test_experts_over_ranks_answer_as_plain_transformers(
     file, folder = tmp_path / "mixtral.json", tmp_path / "model"
     file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4,
                                 "num_experts_per_tok": 2}))  # fmt: skip
-    check.prepared(lent, resolve(file), folder, proxy=False, seed=0)
+    check.prepare_checked_model(lent, resolve_model(file), folder, proxy=False, seed=0)
     answers = check.answers_of(lent, folder, layout, check.CheckedSizes())
-    (report,) = check.compared(lent, folder, {layout: answers}, tmp_path).values()
+    (report,) = check.layout_reports(lent, folder, {layout: answers}, tmp_path).values()
     assert report.ok, report.failures
     assert {one.name for one in report.comparisons} >= {"batching", "prefix reuse", "preemption"}
 
@@ -114,18 +114,18 @@ def test_a_faulty_split_is_rejected_before_ranks_start_and_remembered(
     monkeypatch.setattr(server, "ENTRY", "tests.serving.faulty_server:main")
     for launcher in (lent, None):  # the second time the verdict is read: nothing could be started
         with pytest.raises(ModelError, match="does not answer as plain transformers") as caught:
-            require_equal(launcher, resolve(file), Layout(tp=2), pages=True)
+            require_equal(launcher, resolve_model(file), Layout(tp=2), pages=True)
         assert "prefill: prompt of" in caught.value.message
         assert caught.value.hint == "--layout dp1"
     # What nothing is split of is not served for it.
-    assert require_equal(None, resolve(file), Layout(dp=2), pages=True).pages == ""
+    assert require_equal(None, resolve_model(file), Layout(dp=2), pages=True).pages == ""
 
 
 def test_every_kind_of_wrong_answer_is_found(lent: Any, tmp_path: Path) -> None:
     """True answers of a server, each time with one thing changed."""
     file, folder = tmp_path / "llama.json", tmp_path / "model"
     file.write_text(json.dumps(LLAMA))
-    check.prepared(lent, resolve(file), folder, proxy=True, seed=0)
+    check.prepare_checked_model(lent, resolve_model(file), folder, proxy=True, seed=0)
     true = check.answers_of(lent, folder, "dp1", check.CheckedSizes())
     assert {answer["phase"] for answer in true} == {
         "alone", "batching", "prefix reuse", "preemption",
@@ -135,7 +135,7 @@ def test_every_kind_of_wrong_answer_is_found(lent: Any, tmp_path: Path) -> None:
         answers = copy.deepcopy(true)
         change(next(answer for answer in answers if which(answer)))
         named[name] = answers
-    reports = check.compared(lent, folder, {"true": true, **named}, tmp_path)
+    reports = check.layout_reports(lent, folder, {"true": true, **named}, tmp_path)
     assert reports["true"].ok
     for name, (_, _, comparison, text) in CHANGES.items():
         (failure,) = reports[name].failures
@@ -209,9 +209,9 @@ def test_limits_and_reports_have_exact_text_forms() -> None:
     assert ServedCheck.from_json(report.to_json()) == report
     assert not report.ok
     assert report.ratio is None
-    assert report.limit == limit(10.0, 1e-3) == 2e-3  # fp32's own distance from fp64, twice
-    assert limit(10.0) == pytest.approx(2e-4)
-    assert limit(10.0, 1.0) == limit(10.0)  # no rounding is that large
+    assert report.limit == equal_limit(10.0, 1e-3) == 2e-3  # fp32's own distance from fp64, twice
+    assert equal_limit(10.0) == pytest.approx(2e-4)
+    assert equal_limit(10.0, 1.0) == equal_limit(10.0)  # no rounding is that large
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,13 @@ def test_text_comes_in_whole_characters() -> None:
 def test_draws_follow_the_distribution_and_its_cuts() -> None:
     import torch
 
-    from hocket.serving.sampling import draw
+    from hocket.serving.sampling import draw_row_tokens
 
     probability = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = probability.log().expand(4000, 4)
 
     def shares(**options: float) -> list[float]:
-        tokens = draw(logits, SamplingParams(temperature=1.0, **options), 0)
+        tokens = draw_row_tokens(logits, SamplingParams(temperature=1.0, **options), 0)
         return (torch.bincount(tokens, minlength=4) / 4000).tolist()
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
@@ -77,8 +77,8 @@ def test_draws_follow_the_distribution_and_its_cuts() -> None:
     assert shares(top_p=0.9) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.03)
     assert shares(top_p=0.4) == [1, 0, 0, 0]
     options = SamplingParams(temperature=0.7, seed=3)
-    assert torch.equal(draw(logits, options, 5), draw(logits, options, 5))
-    assert not torch.equal(draw(logits, options, 5), draw(logits, options, 6))
+    assert torch.equal(draw_row_tokens(logits, options, 5), draw_row_tokens(logits, options, 5))
+    assert not torch.equal(draw_row_tokens(logits, options, 5), draw_row_tokens(logits, options, 6))
 
 
 @pytest.mark.torch
@@ -96,7 +96,7 @@ def test_the_cuts_are_those_of_transformers() -> None:
     options = SamplingParams(temperature=0.6, top_k=20, top_p=0.8)
     seen = [set() for _ in range(6)]
     for position in range(600):
-        for row, token in enumerate(sampling.draw(logits, options, position).tolist()):
+        for row, token in enumerate(sampling.draw_row_tokens(logits, options, position).tolist()):
             seen[row].add(token)
     for row in range(6):
         allowed = set(torch.isfinite(theirs[row]).nonzero().flatten().tolist())

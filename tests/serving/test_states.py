@@ -14,9 +14,9 @@ from hocket.jobs.serving import check  # noqa: E402
 from hocket.models import skeleton  # noqa: E402
 from hocket.models.proxy import proxy_of  # noqa: E402
 from hocket.models.recurrent import mixers  # noqa: E402
-from hocket.models.samples import sample  # noqa: E402
+from hocket.models.samples import sample_config  # noqa: E402
 from hocket.models.skeleton import config_of  # noqa: E402
-from hocket.models.source import resolve  # noqa: E402
+from hocket.models.source import resolve_model  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention  # noqa: E402
@@ -26,7 +26,7 @@ from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.scheduling.blocks import SnapshotPool  # noqa: E402
 from hocket.spec.errors import LayoutError, ModelError  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
-from tests.serving.paged import ToyScheduler, compare  # noqa: E402
+from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
 from tests.serving.test_scheduler import Replica, limits, request  # noqa: E402
 
@@ -45,11 +45,11 @@ HYBRIDS = ["qwen3_next", "jamba", "falcon_h1", "nemotron_h", "zamba2", "mamba2",
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_chunks_prefixes_and_preemptions_give_the_logits_of_a_plain_forward(kind: str) -> None:
-    assert self_check(sample(kind)) < 1e-4
+    assert self_check(sample_config(kind)) < 1e-4
 
 
 def test_short_convolutions_are_mixers_and_attention_with_a_state_is_none() -> None:
-    model = skeleton.build(LFM2)
+    model = skeleton.build_skeleton(LFM2)
     assert sorted(mixers(model)) == [f"model.layers.{i}.conv" for i in (0, 2, 3)]
     assert self_check(LFM2) < 1e-4
     with pytest.raises(ModelError, match="Rwkv"):
@@ -57,7 +57,7 @@ def test_short_convolutions_are_mixers_and_attention_with_a_state_is_none() -> N
 
 
 @pytest.mark.usefixtures("reference_operator")
-@pytest.mark.parametrize("config", [LFM2, sample("falcon_h1")], ids=["lfm2", "falcon_h1"])
+@pytest.mark.parametrize("config", [LFM2, sample_config("falcon_h1")], ids=["lfm2", "falcon_h1"])
 def test_a_decode_step_is_captured_and_replayed(config: dict[str, Any]) -> None:
     """As on a GPU: captured, nothing may read a value, and states stay where they are."""
     proxy = proxy_of(config_of(config))
@@ -79,7 +79,7 @@ def test_a_decode_step_is_captured_and_replayed(config: dict[str, Any]) -> None:
         expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
     scheduler = ToyScheduler(sequences, block_size=4, num_blocks=96, every_logit=True)
     scale = max(float(e.abs().max()) for e in expected)
-    assert compare(scheduler, runner.run, expected) < 1e-4 * scale
+    assert compare_pages(scheduler, runner.run, expected) < 1e-4 * scale
     assert graphs.replays > 0
 
 
@@ -92,13 +92,13 @@ def test_a_hybrid_answers_as_plain_transformers_over_stages(
     """The first stage of two may have no attention at all."""
     ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
     file, folder = tmp_path / f"{kind}.json", tmp_path / "model"
-    file.write_text(json.dumps(sample(kind)))
-    check.prepared(ranks.launcher, resolve(file), folder, proxy=True, seed=0)
+    file.write_text(json.dumps(sample_config(kind)))
+    check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=True, seed=0)
     answers = check.answers_of(ranks.launcher, folder, "pp2", check.CheckedSizes())
     known = [answer["cached"] for answer in answers if answer["phase"] == "prefix reuse"]
     assert known[1] == 20, "the state before the last block's end was kept"
     assert known[3] == 16, "the state where two prompts part was kept"
-    (report,) = check.compared(ranks.launcher, folder, {"pp2": answers}, tmp_path).values()
+    (report,) = check.layout_reports(ranks.launcher, folder, {"pp2": answers}, tmp_path).values()
     assert report.ok, report.failures
     with pytest.raises((ModelError, LayoutError), match="cp"):
         check.answers_of(ranks.launcher, folder, "cp2", check.CheckedSizes())

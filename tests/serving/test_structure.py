@@ -46,10 +46,10 @@ def bytes_words() -> Any:
 
 def pieces_words() -> Any:
     """A byte-level vocabulary with longer tokens, as models have."""
-    from hocket.training.tokenizer import trained
+    from hocket.training.tokenizer import train_tokenizer
 
     texts = ['{"name": "value", "count": 12, "list": [true, false, null]}\n' * 4] * 20
-    return trained(iter(texts), 400)
+    return train_tokenizer(iter(texts), 400)
 
 
 def fallback_words() -> Any:

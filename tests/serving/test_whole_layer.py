@@ -26,7 +26,9 @@ BIASED = {**FAMILIES["llama"], "model_type": "qwen2"}  # query, key and value ha
 
 def made(config: dict[str, Any]) -> StageRunner:
     torch.manual_seed(0)
-    plain: Any = skeleton.build(config, device="cpu", dropout=0.0, attention=attention.NAME)
+    plain: Any = skeleton.build_skeleton(
+        config, device="cpu", dropout=0.0, attention=attention.NAME
+    )
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     found = StageRunner(

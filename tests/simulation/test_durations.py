@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.simulation import durations, simulate
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
@@ -28,7 +28,7 @@ def test_the_same_as_event_by_event(
     name: str, pp: int, virtual: int, microbatches: int, left_out: str
 ) -> None:
     layout = Layout(pp=pp, virtual_stages=virtual, schedule=name, dp=2)
-    schedule = build(layout, microbatches)
+    schedule = build_schedule(layout, microbatches)
     random = np.random.default_rng(3)
     stages = layout.num_stages
     seconds = {k: random.random((5, stages)) for k in KINDS if k not in left_out.split()}

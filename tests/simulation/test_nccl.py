@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hocket.simulation.nccl import EnqueuedOp, Group, Trace, check
+from hocket.simulation.nccl import EnqueuedOp, Group, Trace, simulate_nccl
 
 PAIR: Group = ("pp", 0, 1)
 
@@ -34,7 +34,7 @@ def test_a_send_meets_its_receive(rule: str) -> None:
     a, b = traces(2)
     send(a, PAIR, 1)
     b.wait(recv(b, PAIR, 0))
-    assert check([a, b], rule).ok
+    assert simulate_nccl([a, b], rule).ok
 
 
 @pytest.mark.parametrize("rule", ["eager", "lazy"])
@@ -44,7 +44,7 @@ def test_two_sends_that_come_first_never_end(rule: str) -> None:
     a.wait(recv(a, PAIR, 1))
     send(b, PAIR, 0)
     b.wait(recv(b, PAIR, 0))
-    verdict = check([a, b], rule)
+    verdict = simulate_nccl([a, b], rule)
     assert not verdict.ends
     assert verdict.cycle == (0, 1)
     assert verdict.waiting[0].ranks == (1,)
@@ -80,7 +80,7 @@ def test_a_ring_of_batches_ends_where_sends_alone_do_not(
                 works = [send(trace, ring, after), recv(trace, ring, before)]
             for work in works:
                 trace.wait(work)
-    verdict = check(ranks, rule)
+    verdict = simulate_nccl(ranks, rule)
     assert verdict.ends == batched
     assert bool(verdict.cycle) != batched
 
@@ -114,7 +114,7 @@ def test_rings_among_collectives_end_whenever_ranks_wait(rule: str, seed: int) -
                     trace.wait(pending.pop(0))
             for op in pending:
                 trace.wait(op)
-        return check(ranks, rule).ends
+        return simulate_nccl(ranks, rule).ends
 
     assert run(swapped=False)
     tail = program[program.index("reduce") :] if "reduce" in program else []
@@ -130,7 +130,7 @@ def test_a_batch_waits_for_all_its_parts(rule: str) -> None:
     exchanged(a, ring, 1, 2)
     exchanged(b, ring, 2, 0)
     reduce(b, ring)
-    verdict = check([a, b, c], rule)
+    verdict = simulate_nccl([a, b, c], rule)
     assert not verdict.ends
     b_waits = {row.rank: row for row in verdict.waiting}[1]
     assert b_waits.ranks == (2,)
@@ -143,9 +143,9 @@ def test_two_groups_let_opposite_sends_pass() -> None:
     a.wait(recv(a, backward, 1))
     send(b, backward, 0)
     b.wait(recv(b, forward, 0))
-    assert check([a, b], "eager").ends
+    assert simulate_nccl([a, b], "eager").ends
     # Lazily, each host waits for the other to create another communicator.
-    verdict = check([a, b], "lazy")
+    verdict = simulate_nccl([a, b], "lazy")
     assert not verdict.ends
     assert verdict.waiting[0].operation.startswith("creating the communicator of send to 1")
 
@@ -160,8 +160,8 @@ def test_a_receive_at_the_head_holds_up_the_collective_behind_it() -> None:
     reduce(a, PAIR)
     reduce(b, PAIR)
     send(b, PAIR, 0)
-    assert not check([a, b], "eager").ends  # one queue
-    assert check([a, b], "lazy").ends  # the pair has a queue of its own
+    assert not simulate_nccl([a, b], "eager").ends  # one queue
+    assert simulate_nccl([a, b], "lazy").ends  # the pair has a queue of its own
 
 
 def test_a_rank_that_never_calls_is_named() -> None:
@@ -169,7 +169,7 @@ def test_a_rank_that_never_calls_is_named() -> None:
     world: Group = ("world", 0, 1, 2)
     for trace in ranks[:2]:
         reduce(trace, world)
-    verdict = check(ranks, "eager")
+    verdict = simulate_nccl(ranks, "eager")
     assert [w.rank for w in verdict.waiting] == [0, 1]
     assert verdict.waiting[0].ranks == (2,)
     assert verdict.cycle == ()
@@ -179,7 +179,7 @@ def test_different_calls_of_one_collective_are_found() -> None:
     a, b = traces(2)
     reduce(a, PAIR, numel=4)
     reduce(b, PAIR, numel=5)
-    verdict = check([a, b])
+    verdict = simulate_nccl([a, b])
     assert verdict.ends
     assert not verdict.ok
     assert "4 float32" in verdict.mismatches[0]
@@ -190,7 +190,7 @@ def test_a_send_of_another_size_is_found() -> None:
     a, b = traces(2)
     send(a, PAIR, 1, numel=3)
     recv(b, PAIR, 0, numel=4)
-    assert len(check([a, b]).mismatches) == 1
+    assert len(simulate_nccl([a, b]).mismatches) == 1
 
 
 def test_an_asynchronous_collective_lets_the_compute_stream_continue() -> None:
@@ -201,7 +201,7 @@ def test_an_asynchronous_collective_lets_the_compute_stream_continue() -> None:
     a.wait(first)
     reduce(b, other)
     reduce(b, PAIR)
-    assert check([a, b], "eager").ok
+    assert simulate_nccl([a, b], "eager").ok
 
 
 def test_a_mirrored_trace_is_that_of_its_own_groups() -> None:
@@ -217,8 +217,12 @@ def test_a_mirrored_trace_is_that_of_its_own_groups() -> None:
         for t in first
     ]
     for rule in ("eager", "lazy"):
-        assert check([*first, *second], rule).ok
-        assert [w.rank for w in check([*first, *second[:1], Trace(3)], rule).waiting] == [0, 1, 2]
+        assert simulate_nccl([*first, *second], rule).ok
+        assert [w.rank for w in simulate_nccl([*first, *second[:1], Trace(3)], rule).waiting] == [
+            0,
+            1,
+            2,
+        ]
 
 
 def moved(group: Group) -> Group:
@@ -247,5 +251,5 @@ def test_lines_that_restrict_one_global_order_end(seed: int) -> None:
             for rank in members:
                 reduce(ranks[rank], ("g", *members), number, blocks=draw.random() < 0.5)
     for rule in ("eager", "lazy"):
-        verdict = check(ranks, rule)
+        verdict = simulate_nccl(ranks, rule)
         assert verdict.ok, verdict

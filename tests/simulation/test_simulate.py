@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.schedules import build
+from hocket.schedules import build_schedule
 from hocket.simulation import measured_prices, simulate, theoretical_bubble
 from hocket.spec.errors import OptionError, ScheduleError
 from hocket.spec.layout import Layout
@@ -21,16 +21,16 @@ def test_the_bubbles_of_the_papers(p: int, m: int, ratio: float) -> None:
     prices = Prices.uniform(p, forward=1.0, backward=ratio)
     closed = (p - 1) / (m + p - 1)
     for name in ("gpipe", "1f1b"):
-        timeline = simulate(build(Layout(pp=p, schedule=name), m), prices)
+        timeline = simulate(build_schedule(Layout(pp=p, schedule=name), m), prices)
         assert timeline.bubble == pytest.approx(closed), name
         assert timeline.duration == pytest.approx((m + p - 1) * (1 + ratio)), name
-    one_by_one = simulate(build(Layout(pp=p, schedule="sequential"), m), prices)
+    one_by_one = simulate(build_schedule(Layout(pp=p, schedule="sequential"), m), prices)
     assert one_by_one.bubble == pytest.approx(1 - 1 / p)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (2, 4, 2)])
 def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
-    schedule = build(Layout(pp=p, virtual_stages=v), m)
+    schedule = build_schedule(Layout(pp=p, virtual_stages=v), m)
     assert theoretical_bubble(schedule) == pytest.approx((p - 1) / (v * m + p - 1))
 
 
@@ -53,7 +53,7 @@ def test_a_timeline_worked_out_by_hand() -> None:
         activation_bytes=(10, 7),
         resident_bytes=(100, 200),
     )
-    timeline = simulate(build(Layout(pp=2), 2), prices)
+    timeline = simulate(build_schedule(Layout(pp=2), 2), prices)
     spans = {(e.rank, e.name): (e.start, e.end) for e in timeline.events}
     assert spans == {
         (0, "0F0"): (0, 2),
@@ -83,10 +83,10 @@ def test_a_timeline_worked_out_by_hand() -> None:
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 8), (4, 4), (4, 12), (8, 8)])
 def test_the_weights_gradients_fill_the_rests(p: int, m: int) -> None:
     """ZB-H1: with F = I = W the bubble of 1F1B is divided by three."""
-    halved = simulate(build(Layout(pp=p, schedule="zero-bubble"), m))
+    halved = simulate(build_schedule(Layout(pp=p, schedule="zero-bubble"), m))
     assert halved.duration == 3 * m + p - 1
     assert halved.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
-    whole = simulate(build(Layout(pp=p), m))
+    whole = simulate(build_schedule(Layout(pp=p), m))
     assert whole.duration == 3 * (m + p - 1)
     assert halved.busy(0) == whole.busy(0)
 
@@ -98,7 +98,7 @@ def test_a_v_leaves_nothing_but_the_way_down(p: int, more: int) -> None:
     m = max(2 * p + more, 1)
     ones = Prices(seconds={kind: (1.0,) * (2 * p) for kind in ("F", "I", "W")})
     layout = Layout(pp=p, virtual_stages=2, schedule="zb-v")
-    found = simulate(build(layout, m), ones)
+    found = simulate(build_schedule(layout, m), ones)
     assert found.duration == 6 * m + p - 1
     assert found.bubble == pytest.approx((p - 1) / (6 * m + p - 1))
 
@@ -108,18 +108,20 @@ def test_a_v_leaves_nothing_but_the_way_down(p: int, more: int) -> None:
 def test_interleaving_takes_what_the_closed_form_says(p: int, v: int, m: int, ratio: float) -> None:
     """Narayanan et al. 2021, 2.2: m (F + B) and a bubble of (p - 1)(F + B) / v."""
     prices = Prices.uniform(p * v, forward=1.0 / v, backward=ratio / v)
-    found = simulate(build(Layout(pp=p, virtual_stages=v, schedule="interleaved"), m), prices)
+    found = simulate(
+        build_schedule(Layout(pp=p, virtual_stages=v, schedule="interleaved"), m), prices
+    )
     assert found.duration == pytest.approx((m + (p - 1) / v) * (1 + ratio))
 
 
 def test_measured_prices_give_the_timeline_back() -> None:
-    schedule = build(Layout(pp=3), 4)
+    schedule = build_schedule(Layout(pp=3), 4)
     prices = Prices(seconds={"F": (1.0, 2.0, 1.5), "B": (2.0, 3.0, 4.0)})
     timeline = simulate(schedule, prices)
     again = measured_prices(timeline, 3)
     assert {k: pytest.approx(v) for k, v in prices.seconds.items()} == dict(again.seconds)
     # What another schedule would have given with the same stages.
-    other = simulate(build(Layout(pp=3, schedule="sequential"), 4), again)
+    other = simulate(build_schedule(Layout(pp=3, schedule="sequential"), 4), again)
     assert other.duration == pytest.approx(4 * 13.5)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.simulation.processors import Cores
 from hocket.simulation.step import PlayedStep, exposed, play_step
 from hocket.spec.layout import Layout
@@ -20,7 +20,7 @@ def played(
     text: str, prices: StepPrices, cores: int | None = None
 ) -> tuple[Schedule, Layout, PlayedStep]:
     layout = Layout.parse(text)
-    schedule = build(layout, layout.microbatches or 1)
+    schedule = build_schedule(layout, layout.microbatches or 1)
     step = play_step(schedule, layout, prices, *([Cores(cores)] if cores else []))
     return schedule, layout, step
 

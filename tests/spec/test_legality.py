@@ -12,7 +12,9 @@ from hocket.spec import legality
 GRID = list(itertools.product(range(1, 25), repeat=2))
 
 
-@pytest.mark.parametrize("rule", [legality.batch, legality.microbatches, legality.rounds])
+@pytest.mark.parametrize(
+    "rule", [legality.batch, legality.microbatches, legality.interleaved_rounds]
+)
 def test_an_array_is_told_what_each_of_its_numbers_is(rule: object) -> None:
     assert callable(rule)
     left, right = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
@@ -40,7 +42,7 @@ def test_shares_of_many_layouts_at_once() -> None:
 
 def test_rounds_are_equal() -> None:
     for count, pp in GRID:
-        assert legality.rounds(count, pp) == (count % max(1, count // pp) == 0)
+        assert legality.interleaved_rounds(count, pp) == (count % max(1, count // pp) == 0)
 
 
 def test_no_tensor_rank_without_a_row() -> None:

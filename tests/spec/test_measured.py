@@ -84,8 +84,8 @@ def test_json_reads_back_equal() -> None:
 
 
 def test_a_file_reads_back_equal() -> None:
-    text = machine_file.write(cluster())
-    again = machine_file.read(text, gpu=hardware.gpu, node=hardware.node)
+    text = machine_file.cluster_toml(cluster())
+    again = machine_file.read_cluster(text, gpu=hardware.gpu, node=hardware.node)
     assert again == cluster()
     assert "# dtype, form, m, n, k, seconds, spread\n" in text
 
@@ -177,11 +177,11 @@ def test_text_that_is_cut_off_is_refused() -> None:
 
 
 def test_files_that_are_cut_off_are_refused_or_say_less() -> None:
-    text = machine_file.write(cluster())
+    text = machine_file.cluster_toml(cluster())
     refused = 0
     for end in range(0, len(text), 41):
         try:
-            machine_file.read(text[:end], gpu=hardware.gpu, node=hardware.node)
+            machine_file.read_cluster(text[:end], gpu=hardware.gpu, node=hardware.node)
         except OptionError:
             refused += 1
     assert refused > 0.6 * len(range(0, len(text), 41))

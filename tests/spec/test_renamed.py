@@ -45,10 +45,12 @@ def test_an_old_flag_is_read_as_the_new_one_and_warns(old: str) -> None:
 @pytest.mark.parametrize("old", OPTIONS)
 def test_an_old_keyword_is_read_as_the_new_one_and_warns(old: str) -> None:
     with pytest.warns(RenamedWarning, match=f"{old} is now {OPTIONS[old]};"):
-        assert renamed.options({old: 3}, EVERY) == {OPTIONS[old]: 3}
-    assert renamed.options({old: 3}, [old]) == {old: 3}, "where the name is still in use it stays"
+        assert renamed.present_options({old: 3}, EVERY) == {OPTIONS[old]: 3}
+    assert renamed.present_options({old: 3}, [old]) == {old: 3}, (
+        "where the name is still in use it stays"
+    )
     with pytest.raises(OptionError, match="are the same option"), pytest.warns(RenamedWarning):
-        renamed.options({old: 3, OPTIONS[old]: 3}, EVERY)
+        renamed.present_options({old: 3, OPTIONS[old]: 3}, EVERY)
 
 
 def test_the_public_functions_take_old_keywords() -> None:
@@ -73,10 +75,10 @@ def test_a_layouts_text_takes_the_old_field() -> None:
 
 
 def test_a_pin_takes_the_old_name() -> None:
-    from hocket.planning.service.plan import parse_pins
+    from hocket.planning.service.plan import service_pins
 
     with pytest.warns(RenamedWarning):
-        assert parse_pins(["max_batch_tokens=512"]) == {"max_num_batched_tokens": 512}
+        assert service_pins(["max_batch_tokens=512"]) == {"max_num_batched_tokens": 512}
 
 
 @pytest.mark.filterwarnings("error")
@@ -204,11 +206,11 @@ def test_a_config_takes_old_names_and_synonyms(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("clip = 0.5\nlearning_rate = 1e-4\n")
     with pytest.warns(RenamedWarning):
-        assert config.read(str(file)) == {"max_grad_norm": 0.5, "lr": 1e-4}
+        assert config.read_config(str(file)) == {"max_grad_norm": 0.5, "lr": 1e-4}
 
 
 def test_the_dataclass_of_each_verb_is_found() -> None:
     for verb in VERBS:
         module = importlib.import_module(f"hocket.cli.{verb}")
         assert isinstance(module, types.ModuleType)
-        assert dataclasses.is_dataclass(spelling.kind_of(module))
+        assert dataclasses.is_dataclass(spelling.flags_class(module))

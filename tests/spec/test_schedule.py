@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.spec.errors import ScheduleError
-from hocket.spec.schedule import KINDS, OVERLAP_F_B, WITHOUT_MICROBATCH, Action, Schedule, board
+from hocket.spec.schedule import (
+    KINDS,
+    OVERLAP_F_B,
+    WITHOUT_MICROBATCH,
+    Action,
+    Schedule,
+    schedule_text,
+)
 
 plain = st.builds(
     lambda stage, kind, mb: Action(stage, kind, None if kind in WITHOUT_MICROBATCH else mb),
@@ -78,6 +85,6 @@ def test_a_file_that_cannot_be_read_says_where(text: str, says: str) -> None:
 
 def test_the_board_marks_the_failing_cell() -> None:
     ranks = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "F", 0)]]
-    drawn = board(ranks, mark=[(0, 1)]).splitlines()
+    drawn = schedule_text(ranks, mark=[(0, 1)]).splitlines()
     assert drawn[1] == "rank 0  0F0 >>0B0<<"
     assert drawn[2] == "rank 1  1F0"

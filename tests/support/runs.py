@@ -12,7 +12,7 @@ import pytest
 
 from hocket.jobs.record import Summary
 from hocket.jobs.request import request
-from hocket.jobs.train import train
+from hocket.jobs.train import train_model
 from tests.ranks import RankPool
 
 STEPS = 12
@@ -40,7 +40,7 @@ def job(
         if notes is not None and event["event"] == "note":
             notes.append(event["text"])
 
-    return train(request(values), on_event=hear, faults=faults)
+    return train_model(request(values), on_event=hear, faults=faults)
 
 
 def weights(folder: Path, name: str) -> int:

@@ -20,8 +20,8 @@ def layouts(
     import torch
 
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build as build_schedule
-    from hocket.training.memory_forecast import forecast
+    from hocket.schedules.registry import build_schedule
+    from hocket.training.memory_forecast import forecast_memory
 
     found = []
     references: dict[Any, Any] = {}
@@ -67,7 +67,7 @@ def layouts(
                 "rounded": here["rounded"],
                 "counted": here["counted"],
                 # A forecast plays every rank's step: one process does it, of the cases that differ.
-                "foretold": forecast(spec, schedule)[0].to_json()
+                "foretold": forecast_memory(spec, schedule)[0].to_json()
                 if context.rank == 0 and grad_dtype == "bf16"
                 else None,
             }
@@ -96,7 +96,7 @@ def _steps(spec: RunSpec, mesh: Any, schedule: Any, *, rounded: bool = False) ->
 
     from hocket.training.build import build_model, build_optimizer
     from hocket.training.memory import MemoryCount
-    from hocket.training.reference import global_batch, microbatches
+    from hocket.training.reference import global_batch, rank_microbatches
 
     *_, parallel = build_model(spec, mesh, schedule, labels_shifted=False)
     if rounded:
@@ -109,7 +109,7 @@ def _steps(spec: RunSpec, mesh: Any, schedule: Any, *, rounded: bool = False) ->
     losses: list[float] = []
     gradients: dict[str, Any] = {}
     for step in range(STEPS):
-        parts = microbatches(spec, global_batch(spec, step), mesh.coordinate["dp"])
+        parts = rank_microbatches(spec, global_batch(spec, step), mesh.coordinate["dp"])
         with memory.counting():
             losses.append(float(parallel.forward_backward(parts)))
             parallel.clip_grad_norm(0.0)

@@ -28,10 +28,10 @@ def modes(
     import torch
 
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build as build_schedule
-    from hocket.training.build import build_model, build_optimizer, offload
+    from hocket.schedules.registry import build_schedule
+    from hocket.training.build import build_model, build_optimizer, offloaded_to_host
     from hocket.training.memory import MemoryCount
-    from hocket.training.memory_forecast import forecast
+    from hocket.training.memory_forecast import forecast_memory
 
     plain = Layout.parse(layout)
     mesh = Mesh(plain, context.rank)
@@ -62,7 +62,7 @@ def modes(
         schedule = build_schedule(split, count) if split.num_stages > 1 else None
         _, _, _, parallel = build_model(spec, mesh, schedule)
         # On CPU it is refused: here every saved tensor goes to another place all the same.
-        moved = offload(parallel, least=1, host=True) if "moved" in mode else []
+        moved = offloaded_to_host(parallel, least=1, host=True) if "moved" in mode else []
         optimizer = build_optimizer(parallel, spec.options)
         optimizer.state_tensors()
         memory = MemoryCount(parallel.tensors(), optimizer.tensors, mesh.device)
@@ -87,7 +87,7 @@ def modes(
                 },
                 "bytes": counted,
                 "moved": sum(each.bytes for each in moved),
-                "foretold": forecast(spec, schedule)[context.rank].to_json(),
+                "foretold": forecast_memory(spec, schedule)[context.rank].to_json(),
             }
         )
     return found

@@ -15,9 +15,9 @@ from hocket.models.chat_template import ChatTemplates
 from hocket.spec.errors import DataError, HocketError
 from hocket.training import data, data_paths
 from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
-from hocket.training.documents import documents, kinds
+from hocket.training.documents import source_kinds, split_documents
 from hocket.training.packing import rows_of
-from hocket.training.tokenizer import Tokenizer, byte_tokenizer, trained
+from hocket.training.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.train
 pytest.importorskip("tokenizers")
@@ -57,10 +57,10 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 
 def read(path: Path, template: str | None = PLAIN, tokenizer: Tokenizer | None = None) -> list[Any]:
     """(ids, learned) of every document."""
-    sources = data_paths.find([path]).sources
+    sources = data_paths.find_sources([path]).sources
     templates = None if template is None else ChatTemplates({"default": template}, marked=True)
-    found = documents(
-        sources, kinds(sources, "auto"), tokenizer or byte_tokenizer(), templates,
+    found = split_documents(
+        sources, source_kinds(sources, "auto"), tokenizer or byte_tokenizer(), templates,
         text_field="text", passed=lambda count: None,
     )  # fmt: skip
     return [(d.ids.tolist(), None if d.learned is None else d.learned.tolist()) for d in found]
@@ -76,7 +76,7 @@ def said(found: Any, tokenizer: Tokenizer) -> str:
 def test_loss_falls_on_the_assistants_turns_and_nothing_else(kind, template, tmp_path) -> None:
     # Learned from the very texts: its tokens would reach over the turns' beginnings.
     words = ["<assistant>hello<end>\n<user>", "<assistant>\n naïve 猫<end>\n", "<assistant>two"]
-    tokenizer = byte_tokenizer() if kind == "bytes" else trained(words * 50, 400)
+    tokenizer = byte_tokenizer() if kind == "bytes" else train_tokenizer(words * 50, 400)
     path = write_lines(tmp_path / "x.jsonl", [{"messages": messages(c)} for c in CHATS])
     found = read(path, template, tokenizer)
     whole = ["".join(f"<{role}>{text}<end>\n" for role, text in chat) for chat in CHATS]
@@ -185,7 +185,7 @@ def prepared(tmp_path: Path, path: Path, **changes: Any) -> data.Tokens:
         "seq_len": 64, "global_batch": 1, "eval_fraction": 0.0,
         "templates": ChatTemplates({"default": PLAIN}, marked=True), **changes,
     }  # fmt: skip
-    return data.prepare(tmp_path / "data", byte_tokenizer(), [path], **options)
+    return data.prepare_data(tmp_path / "data", byte_tokenizer(), [path], **options)
 
 
 @pytest.mark.parametrize("packing", ["documents", "none"])

@@ -20,7 +20,7 @@ from hocket.training import data, data_paths, data_sources
 from hocket.training.data_paths import COMPRESSED
 from hocket.training.dataset import BatchOrder, TokenDataset
 from hocket.training.order import permuted
-from hocket.training.tokenizer import byte_tokenizer, trained
+from hocket.training.tokenizer import byte_tokenizer, train_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -34,12 +34,12 @@ def write_lines(path, texts=TEXTS, field="text"):
 
 
 def documents(*paths, field="text"):
-    return list(data_sources.documents(data_paths.find(paths).sources, field))
+    return list(data_sources.source_documents(data_paths.find_sources(paths).sources, field))
 
 
 def prepared(tmp_path, paths, **changes):
     options = {"seq_len": 16, "global_batch": 4, **changes}
-    return data.prepare(tmp_path / "data", changes.pop("tokenizer", BYTES), paths, **{
+    return data.prepare_data(tmp_path / "data", changes.pop("tokenizer", BYTES), paths, **{
         k: v for k, v in options.items() if k != "tokenizer"
     })  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_a_dataset_repository_is_read_as_datasets_reads_it(tmp_path) -> None:
     path = repository(tmp_path / "repo")
     reference = datasets.load_dataset(str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert documents(path) == list(reference["text"]) == [f"train {text}" for text in TEXTS]
-    (notice,) = data_paths.find([path]).notices
+    (notice,) = data_paths.find_sources([path]).notices
     assert "data/train-00000-of-00001.parquet (split 'train')" in notice
     for name in ("README.md", "loader.py", "data/test-00000-of-00001.parquet"):
         assert name in notice.partition("left out")[2] or "more" in notice
@@ -254,7 +254,7 @@ def test_prepared_once_and_again_when_something_changes(tmp_path) -> None:
     stamp = (tmp_path / "data" / "tokens.bin").stat().st_mtime_ns
     assert prepared(tmp_path, [path]) == first
     assert (tmp_path / "data" / "tokens.bin").stat().st_mtime_ns == stamp
-    other = trained(TEXTS, 300)
+    other = train_tokenizer(TEXTS, 300)
     assert prepared(tmp_path, [path], tokenizer=other).key != first.key
     write_lines(path, TEXTS[:-1])
     os.utime(path, ns=(1, 1))

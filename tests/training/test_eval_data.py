@@ -39,7 +39,9 @@ def chats(path: Path, answers: list[str]) -> Path:
 def prepared(tmp_path: Path, train: Path, valid: Path, **more: Any) -> tuple[Path, Any]:
     folder = tmp_path / "data"
     options = {"seq_len": 8, "global_batch": 1, **more}
-    return folder, data.prepare(folder, byte_tokenizer(), [train], eval_paths=[valid], **options)
+    return folder, data.prepare_data(
+        folder, byte_tokenizer(), [train], eval_paths=[valid], **options
+    )
 
 
 def ids_of(file: Path, tokens: Any) -> list[int]:
@@ -87,7 +89,7 @@ def test_another_held_out_set_makes_the_tokens_again(tmp_path: Path) -> None:
 def test_steps_of_epochs(tmp_path: Path, epochs: float, steps: int) -> None:
     texts(tmp_path / "a.jsonl", ["x" * 80])  # 81 tokens with the end: ten sequences of eight
     folder = tmp_path / "data"
-    tokens = data.prepare(
+    tokens = data.prepare_data(
         folder, byte_tokenizer(), [tmp_path / "a.jsonl"], seq_len=8, global_batch=4, eval_fraction=0
     )
     assert data.steps_of(tokens, epochs, seq_len=8, global_batch=4) == steps
@@ -96,12 +98,12 @@ def test_steps_of_epochs(tmp_path: Path, epochs: float, steps: int) -> None:
 def test_patterns_and_what_matches_nothing(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl", "c.txt"):
         texts(tmp_path / name, SEEN)
-    found = data_paths.expanded([tmp_path / "*.jsonl", tmp_path / "c.txt"])
+    found = data_paths.expanded_paths([tmp_path / "*.jsonl", tmp_path / "c.txt"])
     assert [Path(path).name for path in found] == ["a.jsonl", "b.jsonl", "c.txt"]
-    assert len(data_paths.expanded([str(tmp_path / "[ac].*")])) == 2
-    assert data_paths.expanded(["org/name[:20]"]) == ("org/name[:20]",)
+    assert len(data_paths.expanded_paths([str(tmp_path / "[ac].*")])) == 2
+    assert data_paths.expanded_paths(["org/name[:20]"]) == ("org/name[:20]",)
     with pytest.raises(DataError, match="matches no file"):
-        data_paths.expanded([tmp_path / "*.parquet"])
+        data_paths.expanded_paths([tmp_path / "*.parquet"])
 
 
 TALK = [

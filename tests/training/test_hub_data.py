@@ -9,7 +9,7 @@ import pytest
 
 from hocket.spec.errors import DataError
 from hocket.training import conversation, data, data_paths, data_sources, hub_data
-from hocket.training.tokenizer import resolve
+from hocket.training.tokenizer import resolve_tokenizer
 from tests.hub_server import Repo, offline
 
 pytestmark = [pytest.mark.train, pytest.mark.timeout(60)]
@@ -39,7 +39,7 @@ def dataset(**more) -> Repo:
 
 
 def read(text, **more) -> list[str]:
-    return list(data_sources.documents(data_paths.find([text], **more).sources))
+    return list(data_sources.source_documents(data_paths.find_sources([text], **more).sources))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def read(text, **more) -> list[str]:
     ],
 )
 def test_what_names_a_data_set(text, found) -> None:
-    one = hub_data.parse(text)
+    one = hub_data.parse_data(text)
     assert (one and str(one)) == found
-    assert one is None or hub_data.parse(str(one)) == one
+    assert one is None or hub_data.parse_data(str(one)) == one
 
 
 def test_a_split_and_a_number_of_records(loopback) -> None:
     with loopback(dataset()) as server:
-        (notice,) = data_paths.find(["org/set"]).notices
+        (notice,) = data_paths.find_sources(["org/set"]).notices
         assert "data/test-00000-of-00001.parquet" in notice.partition("left out: ")[2]
         assert not server.fetched(".parquet")  # nothing is read yet
         assert read("org/set[:3]") == TEXTS[:3]
@@ -92,9 +92,9 @@ def test_streaming_stores_nothing(loopback, tmp_path, monkeypatch) -> None:
         assert not list((tmp_path / "hf").rglob("*.parquet"))
         # A set that is larger than the disk has room for is streamed unasked.
         monkeypatch.setattr(data_paths, "_room", lambda: 100.0)
-        (source,) = data_paths.find(["org/set"]).sources
+        (source,) = data_paths.find_sources(["org/set"]).sources
         assert all(part.streaming for part in source.parts)
-        assert not data_paths.find(["org/set[:2]"]).sources[0].parts[0].streaming
+        assert not data_paths.find_sources(["org/set[:2]"]).sources[0].parts[0].streaming
 
 
 def test_subsets_of_the_card(loopback) -> None:
@@ -143,10 +143,10 @@ def test_offline_the_cache_answers(loopback, monkeypatch) -> None:
 
 
 def test_tokens_belong_to_a_commit_and_a_split(loopback, tmp_path, monkeypatch) -> None:
-    words = resolve("bytes", model_dir=None)
+    words = resolve_tokenizer("bytes", model_dir=None)
 
     def tokens(text):
-        return data.prepare(
+        return data.prepare_data(
             tmp_path / "run", words, [text], seq_len=8, global_batch=2, eval_fraction=0.0
         )
 
@@ -161,8 +161,8 @@ def test_tokens_belong_to_a_commit_and_a_split(loopback, tmp_path, monkeypatch) 
         assert tokens("org/set:test[:8]").key != first.key
         server.repos["dataset", "org/set"].files["README.md"] += b"more"
         assert tokens("org/set[:8]").key != first.key
-        assert data_paths.pinned("org/set") != data_paths.pinned(f"org/set@{commit}")
-    assert data_paths.pinned(tmp_path / "run") == str(tmp_path / "run")
+        assert data_paths.pinned_path("org/set") != data_paths.pinned_path(f"org/set@{commit}")
+    assert data_paths.pinned_path(tmp_path / "run") == str(tmp_path / "run")
 
 
 def test_alpaca_is_a_prompt_and_its_completion(loopback, tmp_path) -> None:
@@ -171,10 +171,13 @@ def test_alpaca_is_a_prompt_and_its_completion(loopback, tmp_path) -> None:
         {"instruction": "Greet.", "input": "", "output": "Hello."},
     ]
     with loopback(Repo("org/alpaca", {"train.jsonl": records(*rows)}, kind="dataset")):
-        (source,) = data_paths.find(["org/alpaca"]).sources
+        (source,) = data_paths.find_sources(["org/alpaca"]).sources
         kind = conversation.format_of(data_sources.fields(source))
         assert kind == conversation.COMPLETION
-        one, two = (conversation.read(r, kind, w) for r, w in data_sources.records(source))
+        one, two = (
+            conversation.read_conversation(r, kind, w)
+            for r, w in data_sources.source_records(source)
+        )
     # As https://github.com/tatsu-lab/stanford_alpaca has it in train.py.
     assert one == conversation.PromptAnswer(
         prompt="Below is an instruction that describes a task, paired with an input that provides "

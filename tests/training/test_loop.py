@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hocket.catalogue import models as catalogue
-from hocket.schedules.registry import build as build_schedule
+from hocket.schedules.registry import build_schedule
 from hocket.spec.errors import TrainingError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
@@ -35,7 +35,7 @@ def tokens(tmp_path_factory) -> Path:
     text = folder / "x.jsonl"
     lines = ({"text": f"line {i} says {i * i} and no more. " * 3} for i in range(60))
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data.prepare(
+    data.prepare_data(
         folder / "data",
         byte_tokenizer(),
         [text],

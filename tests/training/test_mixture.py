@@ -38,7 +38,7 @@ def sample_names(dataset: TokenDataset, indices: Any) -> list[str]:
 
 def prepared(tmp_path: Path, *given: str, **options: Any) -> Tokens:
     values = {"seq_len": SEQ, "global_batch": 4, "eval_fraction": 0.0, **options}
-    return data.prepare(tmp_path / "data", byte_tokenizer(), given, **values)
+    return data.prepare_data(tmp_path / "data", byte_tokenizer(), given, **values)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 400))
@@ -130,8 +130,8 @@ def test_the_last_number_is_a_weight_and_nothing_else_is(tmp_path: Path) -> None
         assert unweighted(text) == found, text
     odd = source(tmp_path / "log:5", "a", 9)
     assert unweighted(str(odd)) == (str(odd), "")
-    assert data_paths.pinned(f"{odd}:2") == f"{odd}:2"
-    (one,) = data_paths.find([f"{odd}:2"]).sources
+    assert data_paths.pinned_path(f"{odd}:2") == f"{odd}:2"
+    (one,) = data_paths.find_sources([f"{odd}:2"]).sources
     assert one.path == odd
 
 

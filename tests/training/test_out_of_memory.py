@@ -8,7 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.runtime.memory_report import AllocatorBytes, OwnedBytes, device_state, report  # noqa: E402
+from hocket.runtime.memory_report import (  # noqa: E402
+    AllocatorBytes,
+    OwnedBytes,
+    device_state,
+    out_of_memory_report,
+)
 from hocket.spec.errors import RankMemoryError  # noqa: E402
 from hocket.spec.layout import Layout  # noqa: E402
 from hocket.spec.run import RunSpec, TrainOptions, Workload  # noqa: E402
@@ -37,7 +42,7 @@ def held(parameters: int, gradients: int, optimizer: int, activations: int) -> l
 def test_what_helps_most_comes_first() -> None:
     layout = Layout.parse("dp4:microbatches=2")
     # The optimizer's state is large: ZeRO-3 frees most, then ZeRO-2 and 1.
-    changes = oom.remedies(layout, held(16, 16, 40, 8), num_layers=8, rows=4)
+    changes = oom.job_remedies(layout, held(16, 16, 40, 8), num_layers=8, rows=4)
     assert [(str(changed), saved // GB) for changed, saved in changes] == [
         ("dp4:microbatches=2,zero=3", 54),
         ("dp4:microbatches=2,zero=2", 42),
@@ -46,12 +51,12 @@ def test_what_helps_most_comes_first() -> None:
         ("dp4:microbatches=4", 4),
     ]
     # Activations are: layers are recomputed.
-    first, *_ = oom.remedies(layout, held(2, 2, 4, 60), num_layers=8, rows=4)
+    first, *_ = oom.job_remedies(layout, held(2, 2, 4, 60), num_layers=8, rows=4)
     assert (first[0].recompute, first[1]) == ("full", 52_500_000_000)
     # Nothing is left to change but the number of ranks.
     best = Layout.parse("dp2:zero=3,recompute=full")
-    assert oom.remedies(best, held(2, 2, 4, 60), num_layers=8, rows=1) == []
-    assert "larger pp or tp" in str(report(0, AllocatorBytes(), [], [], oom.OTHER))
+    assert oom.job_remedies(best, held(2, 2, 4, 60), num_layers=8, rows=1) == []
+    assert "larger pp or tp" in str(out_of_memory_report(0, AllocatorBytes(), [], [], oom.OTHER))
 
 
 def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
@@ -59,9 +64,9 @@ def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
         requested=int(2.5 * 2**30), allocated=70 * GB, reserved=76 * GB, capacity=80 * GB, free=GB
     )
     found = held(16, 16, 30, 8)
-    changes = oom.remedies(Layout(dp=2), found, 8, 1)
+    changes = oom.job_remedies(Layout(dp=2), found, 8, 1)
     fixes = [(f"--layout {changed}", saved) for changed, saved in changes]
-    error = report(3, state, found, fixes, oom.OTHER)
+    error = out_of_memory_report(3, state, found, fixes, oom.OTHER)
     assert isinstance(error, RankMemoryError)
     first, *rest = error.message.splitlines()
     assert first == (
@@ -96,11 +101,11 @@ def test_a_step_that_runs_out_names_its_tensors(ranks_of_one) -> None:
     try:
         job.parallel.forward_backward(batch)
     except torch.OutOfMemoryError as error:
-        explained = oom.explain(error, job)
+        explained = oom.explained_out_of_memory(error, job)
     text = explained.message
     assert text.startswith("rank 0 ran out of memory: 2.68 GB requested")
     total = sum(p.nbytes for p in job.parallel.parameters())
-    found = {owner.name: owner for owner in oom.owners(job, 0)}
+    found = {owner.name: owner for owner in oom.job_owners(job, 0)}
     assert found["parameters"].nbytes == total
     assert found["parameters"].largest[0][0] in dict(job.parallel.named_parameters())
     assert found["optimizer state"].nbytes >= 2 * total  # two moments, and counts of steps
@@ -117,7 +122,7 @@ def test_on_cuda_the_allocators_snapshot_is_written(ranks_of_one, monkeypatch, t
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
     error = torch.OutOfMemoryError(CUDA)
-    text = oom.explain(error, job, tmp_path).message
+    text = oom.explained_out_of_memory(error, job, tmp_path).message
     assert written == [str(tmp_path / "memory-rank-0.pickle")]
     assert "3.22 GB allocated, 5.37 GB reserved (2.15 GB of it idle)" in text
 
@@ -125,14 +130,14 @@ def test_on_cuda_the_allocators_snapshot_is_written(ranks_of_one, monkeypatch, t
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
-    assert oom.explain(error, job, tmp_path).message == text
+    assert oom.explained_out_of_memory(error, job, tmp_path).message == text
 
 
 @pytest.fixture
 def ranks_of_one(tmp_path):
     """A job of one rank in this process."""
     from hocket.launch import RankContext
-    from hocket.training.build import build
+    from hocket.training.build import build_rank_job
 
     config = {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64,
@@ -150,7 +155,7 @@ def ranks_of_one(tmp_path):
         rank=0, world_size=1, local_rank=0, device_kind="cpu", one_machine=True, attempt=0,
         _send=lambda message: None, _open_store=lambda timeout: None,
     )  # fmt: skip
-    return build(spec, context)
+    return build_rank_job(spec, context)
 
 
 def test_the_ranks_entry_reports_it(ranks_of_one, monkeypatch, tmp_path) -> None:
@@ -170,7 +175,7 @@ def test_the_ranks_entry_reports_it(ranks_of_one, monkeypatch, tmp_path) -> None
     )
     monkeypatch.setattr(rank, "RunFolder", lambda path: folder)
     monkeypatch.setattr(rank, "read_schedule", lambda path: None)
-    monkeypatch.setattr(rank, "build", lambda *given: ranks_of_one)
+    monkeypatch.setattr(rank, "build_rank_job", lambda *given: ranks_of_one)
     monkeypatch.setattr(rank, "Loop", Loop)
     heart = SimpleNamespace(allow=lambda seconds: None)
     context = SimpleNamespace(rank=1, expect=lambda seconds: None, heart=heart)

@@ -93,7 +93,7 @@ def test_refused_before_ranks_start(options, said, hint, tmp_path) -> None:
 
     (tmp_path / "text").write_text("a b c")
     with pytest.raises(HocketError, match=said) as caught:
-        prepare.plan(request({"model": "tiny-llama", "data": tmp_path / "text", **options}))
+        prepare.prepare_job(request({"model": "tiny-llama", "data": tmp_path / "text", **options}))
     assert hint in (caught.value.hint or "")
 
 
@@ -143,7 +143,7 @@ def test_fp8_products_are_near_and_the_rest_is_left_alone() -> None:
     from tests.models.test_weights import Case
 
     config = {**SMALL, "intermediate_size": 168}  # no multiple of 16: the feed-forward stays
-    plan = plan_for(skeleton.build(config))
+    plan = plan_for(skeleton.build_skeleton(config))
     exact, _ = Case(config).stage(dtype=torch.bfloat16)
     rounded = copy.deepcopy(exact)
     named = multiply_in_fp8(rounded, plan.stages, emulate=True)

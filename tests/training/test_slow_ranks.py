@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hocket.spec.layout import Layout
-from hocket.training.slow_ranks import RankSeconds, diagnose, sample
+from hocket.training.slow_ranks import RankSeconds, diagnose, rank_seconds
 
 USUAL = RankSeconds(step=1.0, compute=0.5, input=0.01, links={"dp": [0.05, 0.05], "tp": [0.01] * 4})
 
@@ -57,7 +57,7 @@ def test_compute_is_what_is_not_inside_a_collective() -> None:
     def event(lane: str, start: float, end: float, axis: str | None = None) -> SimpleNamespace:
         return SimpleNamespace(lane=lane, start=start, end=end, axis=axis)
 
-    found = sample(
+    found = rank_seconds(
         [
             event("compute", 0.0, 1.0), event("communication", 0.2, 0.5, "tp"),
             event("communication", 0.9, 1.4, "dp"), event("compute", 1.6, 1.7),

@@ -19,7 +19,7 @@ TEXT = "def f(x):\n\treturn x  # héllo, 你好 🙂\r\n\n   <|endoftext|> end\n
 
 @pytest.fixture(scope="module")
 def trained() -> tk.Tokenizer:
-    return tk.trained([TEXT * 20, "the cat sat on the mat " * 50], 300)
+    return tk.train_tokenizer([TEXT * 20, "the cat sat on the mat " * 50], 300)
 
 
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
@@ -48,7 +48,7 @@ def test_trained_round_trip_and_shorter_than_bytes(trained: tk.Tokenizer) -> Non
 
 
 def test_trained_is_the_same_again(trained: tk.Tokenizer) -> None:
-    again = tk.trained([TEXT * 20, "the cat sat on the mat " * 50], 300)
+    again = tk.train_tokenizer([TEXT * 20, "the cat sat on the mat " * 50], 300)
     assert again.hash == trained.hash
 
 
@@ -97,13 +97,15 @@ def test_end_token_comes_from_settings_or_configuration(trained: tk.Tokenizer, t
 
 
 def test_resolve(trained: tk.Tokenizer, tmp_path) -> None:
-    assert tk.resolve(None).kind == "bytes"
-    assert tk.resolve(None, model_dir=tmp_path).kind == "bytes"
+    assert tk.resolve_tokenizer(None).kind == "bytes"
+    assert tk.resolve_tokenizer(None, model_dir=tmp_path).kind == "bytes"
     trained.save(tmp_path)
-    assert tk.resolve(None, model_dir=tmp_path).hash == trained.hash
-    assert tk.resolve(str(tmp_path)).hash == trained.hash
-    assert tk.resolve("bytes", model_dir=tmp_path).kind == "bytes"
-    assert tk.resolve("train", texts=lambda: [TEXT * 20], vocab_size=280).vocab_size == 280
+    assert tk.resolve_tokenizer(None, model_dir=tmp_path).hash == trained.hash
+    assert tk.resolve_tokenizer(str(tmp_path)).hash == trained.hash
+    assert tk.resolve_tokenizer("bytes", model_dir=tmp_path).kind == "bytes"
+    assert (
+        tk.resolve_tokenizer("train", texts=lambda: [TEXT * 20], vocab_size=280).vocab_size == 280
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_resolve(trained: tk.Tokenizer, tmp_path) -> None:
 )
 def test_refused(choice: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        tk.resolve(choice, texts=list)
+        tk.resolve_tokenizer(choice, texts=list)
 
 
 def test_unreadable_directory_is_refused(tmp_path) -> None:
@@ -126,7 +128,7 @@ def test_unreadable_directory_is_refused(tmp_path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         tk.Tokenizer.load(tmp_path)
     with pytest.raises(OptionError, match="vocab_size is 256"):
-        tk.trained(["abc"], 256)
+        tk.train_tokenizer(["abc"], 256)
 
 
 @pytest.mark.torch

@@ -117,11 +117,11 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_rejected_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="unknown tracker 'wandbb'"):
-        trackers.names("wandbb")
+        trackers.tracker_names("wandbb")
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(trackers.LIBRARIES, "wandb", "no_such_module")
     with pytest.raises(OptionError, match="needs the package no_such_module") as error:
-        trackers.names("tensorboard,wandb" if "tensorboard" in sys.modules else "wandb")
+        trackers.tracker_names("tensorboard,wandb" if "tensorboard" in sys.modules else "wandb")
     assert error.value.hint == "pip install 'hocket[trackers]'"
 
 

@@ -201,12 +201,12 @@ def _read(file: str) -> Cluster:
         written = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{file} cannot be read: {error}", hint=machine_file.HINT) from None
-    return machine_file.read(written, gpu=gpu, node=node, origin=file)
+    return machine_file.read_cluster(written, gpu=gpu, node=node, origin=file)
 
 
 def to_toml(cluster: Cluster) -> str:
     """The TOML form of a cluster; `cluster` of that file is equal to it."""
-    return machine_file.write(cluster)
+    return machine_file.cluster_toml(cluster)
 
 
 def _named(num_nodes: int, node: Node) -> Cluster:

@@ -52,7 +52,7 @@ HINT = "hocket probe --out cluster.toml, or --cluster 8xH100-SXM-80"
 """For a file that is no cluster."""
 
 
-def read(
+def read_cluster(
     text: str,
     *,
     gpu: Callable[[str], Gpu],
@@ -118,7 +118,7 @@ def _is_cpu(node: Any) -> bool:
 
 
 def gpu_of(table: Mapping[str, Any], name: str, *, least: int = _LEAST_OF_A_GPU) -> Gpu:
-    """A GPU from its table, with at least so many bytes. Raises OptionError as `read`."""
+    """A GPU from its table, with at least so many bytes. Raises OptionError as `read_cluster`."""
     _check(table, _GPU, f"GPU {name}", needed=("flops", "memory", "bandwidth"))
     if not isinstance(table["flops"], Mapping) or not table["flops"]:
         raise OptionError(
@@ -159,7 +159,7 @@ def gpu_of(table: Mapping[str, Any], name: str, *, least: int = _LEAST_OF_A_GPU)
 def node_of(table: Mapping[str, Any], gpu: Gpu, *, links: Mapping[str, Any], name: str) -> Node:
     """A node from its table; `links` are the GPU's own, for what its link leaves out.
 
-    Raises OptionError as `read`.
+    Raises OptionError as `read_cluster`.
     """
     what = f"node {name}" if name else "node"
     _check(table, _NODE, what, needed=("num_gpus", "link", "pcie", "network", "nics"))
@@ -213,8 +213,8 @@ def _link(table: Mapping[str, Any], pcie: float, own: Mapping[str, Any]) -> Link
     )
 
 
-def write(cluster: Cluster) -> str:
-    """The TOML that `read` turns into an equal cluster."""
+def cluster_toml(cluster: Cluster) -> str:
+    """The TOML that `read_cluster` turns into an equal cluster."""
     gpu, node = cluster.node.gpu, cluster.node
     lines = [f"name = {json.dumps(cluster.name)}", f"num_nodes = {cluster.num_nodes}"]
     rates = ", ".join(f'{p} = "{_exact(rate, "FLOP/s")}"' for p, rate in gpu.flops.items())
@@ -254,7 +254,7 @@ def write(cluster: Cluster) -> str:
         "",
     ]
     if cluster.measured is not None:
-        lines.append(measured_file.write(cluster.measured))
+        lines.append(measured_file.measured_toml(cluster.measured))
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ _WORDS = {
 _TABLES = ("devices", "curves")
 
 
-def write(measured: MachineMeasurements) -> str:
+def measured_toml(measured: MachineMeasurements) -> str:
     """The `[measured]` part, of which `MachineMeasurements.from_dict` makes an equal one again."""
     data = measured.to_dict()
     lines = ["[measured]"]

@@ -48,7 +48,7 @@ def _entries() -> dict[str, CatalogueModel]:
     return dict(sorted(found.items(), key=lambda item: (not item[0].startswith("tiny"), item[0])))
 
 
-def names() -> tuple[str, ...]:
+def model_names() -> tuple[str, ...]:
     """Every name: those for laptops first, then by name."""
     return tuple(_entries())
 
@@ -60,7 +60,7 @@ def entry(name: str) -> CatalogueModel:
         ModelError: the catalogue has no such name; the nearest one is suggested.
     """
     if name not in _entries():
-        message, hint = unknown("model", name, names())
+        message, hint = unknown("model", name, model_names())
         raise ModelError(message, hint=hint)
     return _entries()[name]
 
@@ -70,7 +70,7 @@ def config(name: str) -> dict[str, Any]:
     return json.loads(json.dumps(entry(name).config))
 
 
-def note(name: str) -> str:
+def model_note(name: str) -> str:
     """One line about the model, with the source of its figures. Raises ModelError as `entry`."""
     found = entry(name)
     return f"{found.note} ({found.source})"

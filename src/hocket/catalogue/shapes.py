@@ -14,7 +14,7 @@ from hocket.spec.model_shape import ModelShape
 
 
 @functools.cache
-def names() -> tuple[str, ...]:
+def shape_names() -> tuple[str, ...]:
     """Every model whose shape is shipped."""
     folder = resources.files("hocket.catalogue") / "data" / "shapes"
     return tuple(sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".json")))
@@ -27,8 +27,8 @@ def shape(name: str) -> ModelShape:
     Raises:
         ModelError: the catalogue has no such name; the nearest one is suggested.
     """
-    if name not in names():
-        message, hint = unknown("model", name, names())
+    if name not in shape_names():
+        message, hint = unknown("model", name, shape_names())
         raise ModelError(message, hint=hint)
     file = resources.files("hocket.catalogue") / "data" / "shapes" / f"{name}.json"
     return ModelShape.from_json(json.loads(file.read_text()))

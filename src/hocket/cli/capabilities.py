@@ -10,7 +10,7 @@ from hocket.cli.installed import EXTRAS, NEEDS
 from hocket.cli.main import VERBS
 
 
-def lines() -> list[str]:
+def capability_lines() -> list[str]:
     """One line of verbs that work here, and one for each thing that others need."""
     missing = {
         extra: [name for name in names if importlib.util.find_spec(name) is None]
@@ -27,7 +27,7 @@ def lines() -> list[str]:
     for module, extra, what in OPTIONAL:
         if importlib.util.find_spec(module) is None:
             found.append(f"needs pip install 'hocket[{extra}]': {what}")
-    if not gpus():
+    if not _has_gpus():
         found.append("needs a CUDA GPU: bf16 and fp8 at speed, NCCL, hocket doctor --gpu")
     return found
 
@@ -39,6 +39,6 @@ OPTIONAL = (
 """Module, extra, and what needs them, of parts of a verb."""
 
 
-def gpus() -> bool:
+def _has_gpus() -> bool:
     """Whether the driver shows a device."""
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Model, parse
+from hocket.cli.flags import Model, parse_flags
 
 Kinds = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND...")]
 
@@ -42,10 +42,10 @@ class Chaos:
 
 def main(arguments: Sequence[str]) -> int:
     """Run. Returns 0 where every fault was survived and every end is equal, else 1."""
-    flags = parse(Chaos, "chaos", arguments, Chaos())
+    flags = parse_flags(Chaos, "chaos", arguments, Chaos())
     import json
 
-    from hocket.jobs.chaos.result import FaultResult, table
+    from hocket.jobs.chaos.result import FaultResult, fault_table
     from hocket.jobs.chaos.run import chaos
 
     def show(fault: FaultResult) -> None:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps(found.to_json()))
         return 0 if found.ok else 1
-    print("\n" + "\n".join(table(found.faults)))
+    print("\n" + "\n".join(fault_table(found.faults)))
     ends = f"{sum(found.jobs_equal)} of {len(found.jobs_equal)} jobs end as the undisturbed run"
     print(f"\n{found.survived} of {len(found.faults)} faults survived; {ends}, bit for bit")
     return 0 if found.ok else 1

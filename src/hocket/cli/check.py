@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from hocket.cli.events import progress_of_phases, result
-from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
+from hocket.cli.events import print_result, progress_of_phases
+from hocket.cli.flags import LayoutFlags, Model, explicit, flag_values, parse_flags
 from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import TERMS
@@ -103,8 +103,8 @@ class Check:
 
 def main(arguments: Sequence[str]) -> int:
     """Check. Returns 0 where everything is equal, else 1."""
-    flags = parse(Check, "check", arguments, Check())
-    said = values(flags, also=explicit(arguments))
+    flags = parse_flags(Check, "check", arguments, Check())
+    said = flag_values(flags, also=explicit(arguments))
     said.pop("json", None)
     said.pop("serve", None)
     if flags.matrix:
@@ -119,17 +119,17 @@ def main(arguments: Sequence[str]) -> int:
             "check compares a layout with one process, and no layout was given",
             hint="--layout dp2",
         )
-    from hocket.jobs.check import check
+    from hocket.jobs.check import check_layout
     from hocket.jobs.request import request
 
     sizes = {"steps": flags.steps, "seq_len": flags.seq_len, "global_batch": flags.global_batch}
 
     with progress_of_phases(as_json=flags.json) as on_event:
-        report = check(request({**said, **sizes}), on_event=on_event)
+        report = check_layout(request({**said, **sizes}), on_event=on_event)
     if flags.json:
-        result(json.loads(report.to_json()))
+        print_result(json.loads(report.to_json()))
     else:
-        print("\n".join(lines(report)))
+        print("\n".join(_report_lines(report)))
         if report.ok:
             words = ["train", flags.model, "--data", "DATA", "--layout", report.layout]
             for name in ("lora_rank", "lora_alpha", "lora_targets", "quantize_base"):
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _matrix(flags: Check, said: dict[str, object]) -> int:
-    from hocket.cli.matrix import run
+    from hocket.cli.matrix import run_matrix
 
     other = [name for name in said if name not in ("matrix", *_OF_A_MATRIX)]
     if other:
@@ -152,7 +152,7 @@ def _matrix(flags: Check, said: dict[str, object]) -> int:
         raise OptionError(
             "--quick chooses layouts of the training matrix", hint="--serve --matrix --layouts tp2"
         )
-    return run(
+    return run_matrix(
         flags.types, flags.layouts, quick=flags.quick, served=flags.serve, as_json=flags.json
     )
 
@@ -171,7 +171,7 @@ def _serve(flags: Check, said: dict[str, object]) -> int:
     with progress_of_phases(as_json=flags.json) as on_event:
         report = served_check(said, on_event=on_event)
     if flags.json:
-        result(json.loads(report.to_json()))
+        print_result(json.loads(report.to_json()))
     else:
         print("\n".join(served_lines(report)))
     return 0 if report.ok else 1
@@ -194,7 +194,7 @@ def served_lines(report: ServedCheck) -> list[str]:
     return [*found, "NOT equal:", *report.failures]
 
 
-def lines(report: CheckReport) -> list[str]:
+def _report_lines(report: CheckReport) -> list[str]:
     """The report as a table."""
     found = ["", "step  one process    layout         difference"]
     found += [

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Count, Model, Text, parse
+from hocket.cli.flags import Count, Model, Text, parse_flags
 from hocket.cli.progress import note
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
@@ -83,15 +83,15 @@ _JOB = (
 
 def main(arguments: Sequence[str]) -> int:
     """Compare. Returns 0 where every strategy computes what one process computes, else 1."""
-    flags = parse(Compare, "compare", arguments, Compare())
+    flags = parse_flags(Compare, "compare", arguments, Compare())
     import json
 
     from hocket.cli.terminal import terminal
-    from hocket.jobs.compare import asked, compare, sweep
+    from hocket.jobs.compare import compare_request, compare_strategies, compare_sweep
     from hocket.jobs.request import request
 
     job = request({name: getattr(flags, name) for name in _JOB})
-    wanted = asked(
+    wanted = compare_request(
         devices=flags.devices,
         wanted=flags.strategies,
         microbatches=flags.microbatches,
@@ -108,20 +108,20 @@ def main(arguments: Sequence[str]) -> int:
                 "--strategies names rows of the tables; a sweep runs strategies of its own",
                 hint=f"hocket compare {flags.model} --sweep {flags.sweep}",
             )
-        points = sweep(job, wanted, flags.sweep, on_strategy=tell)
+        points = compare_sweep(job, wanted, flags.sweep, on_strategy=tell)
         if flags.json:
             rows = [{"at": p.at, **p.outcome.to_json()} for p in points]
             print(json.dumps(renamed.with_old_keys({"sweep": flags.sweep, "points": rows})))
         else:
-            from hocket.jobs.compare import sweep_text
+            from hocket.jobs.compare import sweep_report
 
-            print("\n" + sweep_text(job, flags.sweep, points, width))
+            print("\n" + sweep_report(job, flags.sweep, points, width))
         return 0
-    found = compare(job, wanted, on_strategy=tell)
+    found = compare_strategies(job, wanted, on_strategy=tell)
     if flags.json:
         print(json.dumps(renamed.with_old_keys(found.to_json())))
     else:
-        from hocket.jobs.compare import text
+        from hocket.jobs.compare import comparison_tables
 
-        print("\n" + text(found))
+        print("\n" + comparison_tables(found))
     return 0 if found.equal else 1

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 from hocket.cli.spelling import Flag, flags_of, spelled
 from hocket.spec.errors import OptionError, unknown
 
@@ -36,7 +36,7 @@ class CompletionFlags:
 
 def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
-    shell = parse(CompletionFlags, "completion", arguments, CompletionFlags()).shell
+    shell = parse_flags(CompletionFlags, "completion", arguments, CompletionFlags()).shell
     if not shell:
         raise OptionError("which shell?", hint='eval "$(hocket completion bash)"')
     if shell not in SCRIPTS:

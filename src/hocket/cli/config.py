@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from hocket.cli import spelling
-from hocket.cli.flags import explicit, parse
+from hocket.cli.flags import explicit, parse_flags
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.options_file import toml
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             hint=shlex.join(["hocket", "config", "show", *arguments]),
         )
     if not arguments or arguments[0] != "show":
-        parse(ConfigFlags, "config", arguments, ConfigFlags())
+        parse_flags(ConfigFlags, "config", arguments, ConfigFlags())
     match tuple(arguments):
         case ("show", verb, *rest) if verb in VERBS and verb not in ("config", "completion"):
             print(toml(resolved(verb, rest)), end="")
@@ -76,17 +76,17 @@ def resolved(verb: str, arguments: Sequence[str]) -> dict[str, Any]:
 
     module = importlib.import_module(f"hocket.cli.{verb}")
     known = spelling.flags_of(module)
-    rest = expanded(verb, spelling.current(verb, list(arguments), known), known)
-    kind = spelling.kind_of(module)
+    rest = _expanded_settings(verb, spelling.current(verb, list(arguments), known), known)
+    kind = spelling.flags_class(module)
     if verb == "train":
-        flags, given = module.read(rest)
+        flags, given = module.read_train_flags(rest)
         found = {**_flat(flags), **given}
         if found["layout"] != AUTO:  # one text, however it was given
             parts = {n: found.pop(n) for n in LAYOUT_FIELDS if n in found}
             given = {n: v for n, v in parts.items() if v is not None and v is not False}
             found["layout"] = str(layout_of({**given, "layout": found["layout"]}))
     else:
-        found = _flat(parse(kind, verb, rest, kind()))
+        found = _flat(parse_flags(kind, verb, rest, kind()))
     return {name: value for name, value in found.items() if name not in NOT_OPTIONS}
 
 
@@ -98,7 +98,7 @@ def _flat(group: Any) -> dict[str, Any]:
     return found
 
 
-def find(arguments: Sequence[str]) -> str | None:
+def config_path(arguments: Sequence[str]) -> str | None:
     """The value of `--config` among the arguments, found before they are parsed."""
     for at, argument in enumerate(arguments):
         if argument == "--config" and at + 1 < len(arguments):
@@ -108,7 +108,9 @@ def find(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def expanded(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.Flag]) -> list[str]:
+def _expanded_settings(
+    verb: str, arguments: Sequence[str], known: Mapping[str, spelling.Flag]
+) -> list[str]:
     """The arguments with each `--set NAME=VALUE` as its flag, and with the options of `--config`
     before them, of which flags override those of the same name.
 
@@ -116,13 +118,13 @@ def expanded(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.F
         OptionError: a file that cannot be read, or a name that the verb does not have.
     """
     rest = _set(verb, arguments, known)
-    path = find(rest)
+    path = config_path(rest)
     if path is None or verb in OWN:
         return rest
     at = next(i for i, a in enumerate(rest) if a.startswith("--config"))
     rest = rest[:at] + rest[at + 1 + (rest[at] == "--config") :]
     names = {flag.name for flag in known.values()}
-    options = renamed.options(_options(path, verb), names)
+    options = renamed.present_options(_options(path, verb), names)
     written = explicit(rest)
     positional = bool(rest) and not rest[0].startswith("-")
     found: list[str] = []
@@ -180,17 +182,17 @@ def _set(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.Flag]
     return found
 
 
-def read(path: str) -> dict[str, Any]:
+def read_config(path: str) -> dict[str, Any]:
     """The options of a file for training, by name, each of the type it must have.
 
     Raises:
         OptionError: a file that cannot be read, an unknown key (the nearest one is suggested), or
             a value of another type.
     """
-    from hocket.jobs.request import typed
+    from hocket.jobs.request import typed_options
 
     try:
-        return typed(_options(path))
+        return typed_options(_options(path))
     except OptionError as error:
         raise OptionError(f"{path}: {error.message}", hint=error.hint) from None
 

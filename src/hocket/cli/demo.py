@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Count, LayoutFlags, Run, explicit, parse, values
+from hocket.cli.flags import Count, LayoutFlags, Run, explicit, flag_values, parse_flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,15 @@ class Demo:
 def main(arguments: Sequence[str]) -> int:
     """Run it. Returns 0 where every collective was as theory says, else 1."""
     began = time.monotonic()
-    flags = parse(Demo, "demo", arguments, Demo())
-    said = values(flags, also=explicit(arguments))
+    flags = parse_flags(Demo, "demo", arguments, Demo())
+    said = flag_values(flags, also=explicit(arguments))
     from hocket.cli.progress import progress
     from hocket.cli.summary import next_steps
     from hocket.cli.terminal import terminal
-    from hocket.jobs.demo import demo, options
+    from hocket.jobs.demo import demo, demo_options
 
     full = bool(said.pop("full", False))
-    wanted = options(said, full=full)
+    wanted = demo_options(said, full=full)
     color, width = terminal()
     print(
         f"hocket demo: {wanted.layout.axes_text()}, {wanted.layout.world_size} ranks\n"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hocket.cli import capabilities
-from hocket.cli.flags import Folder, parse
+from hocket.cli.flags import Folder, parse_flags
 from hocket.cli.progress import silent
 
 if TYPE_CHECKING:
@@ -53,27 +53,27 @@ class Doctor:
 
 def main(arguments: Sequence[str]) -> int:
     """Check. Returns 1 if a check failed, else 0."""
-    flags = parse(Doctor, "doctor", arguments, Doctor())
+    flags = parse_flags(Doctor, "doctor", arguments, Doctor())
     from hocket.doctor import job
 
-    checks = job.chosen(gpu=flags.gpu, only=flags.only, groups=flags.group)
+    checks = job.chosen_checks(gpu=flags.gpu, only=flags.only, groups=flags.group)
     if flags.list:
         print(job.listing(checks))
         return 0
     if not (flags.json or flags.gpu or flags.only or flags.group or silent()):
-        print("\n".join(capabilities.lines()) + "\n", flush=True)
-    folder = job.folder(flags.out, whole=flags.gpu and not flags.only and not flags.group)
+        print("\n".join(capabilities.capability_lines()) + "\n", flush=True)
+    folder = job.card_folder(flags.out, whole=flags.gpu and not flags.only and not flags.group)
     before: CardLine | None = None
 
     def tell(line: CardLine) -> None:
         nonlocal before
         if not flags.json:
-            print(job.line_text(line, before, checks), flush=True)
+            print(job.progress_text(line, before, checks), flush=True)
         before = line
 
     card = job.doctor(checks, minutes=flags.minutes, on_line=tell)
-    print(card.to_json() if flags.json else f"\n{job.summary(card)}")
+    print(card.to_json() if flags.json else f"\n{job.card_summary(card)}")
     if folder is not None:
-        files = job.write(card, folder)
+        files = job.write_card(card, folder)
         print(f"wrote {files[0]} and {files[1]}", file=sys.stderr if flags.json else sys.stdout)
     return 0 if card.ok else 1

@@ -66,7 +66,7 @@ class JsonEvents:
             return
         if kind == "progress" and not self._due(event):
             return
-        emit(event)
+        print_event(event)
 
     def _due(self, event: Event) -> bool:
         now, what = time.monotonic(), event["what"]
@@ -90,7 +90,7 @@ class JsonEvents:
 def json_events() -> Iterator[JsonEvents]:
     """The listener of --json; within, downloads are events too."""
     listener = JsonEvents()
-    with downloads.shown(listener.download):
+    with downloads.download_listener(listener.download):
         yield listener
 
 
@@ -112,13 +112,13 @@ def progress_of_phases(*, as_json: bool) -> Iterator[Listener]:
     yield tell
 
 
-def emit(event: Event) -> None:
+def print_event(event: Event) -> None:
     """Print one event."""
     own = {key: value for key, value in event.items() if key != "rank"}
     print(json.dumps({"schema": SCHEMA, **own}, default=str), flush=True)
 
 
-def result(values: Any) -> None:
+def print_result(values: Any) -> None:
     """Print the last event, of a dictionary or a dataclass."""
     found = dataclasses.asdict(values) if dataclasses.is_dataclass(values) else values  # type: ignore[arg-type]
-    emit({"event": "result", **found})
+    print_event({"event": "result", **found})

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes
@@ -43,7 +43,7 @@ class Export:
 
 def main(arguments: Sequence[str]) -> int:
     """Export. Returns 0."""
-    flags = parse(Export, "export", arguments, Export())
+    flags = parse_flags(Export, "export", arguments, Export())
     where = flags.to or flags.push_to_hub
     for name, value in (("RUN", flags.run), ("--to DIR", where)):
         if not value:
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str]) -> int:
             "--private is of a repository on the Hub, and none is named",
             hint="--push-to-hub ORG/NAME --private",
         )
-    from hocket.jobs.export import export, push
+    from hocket.jobs.export import export_run, push_run
 
     if flags.push_to_hub is not None:
-        pushed = push(
+        pushed = push_run(
             flags.run,
             flags.push_to_hub,
             to=flags.to or None,
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"pushed {format_bytes(pushed.num_bytes)} to {pushed.page}")
         return 0
 
-    made = export(
+    made = export_run(
         flags.run,
         flags.to,
         merge=flags.merge,

@@ -92,7 +92,7 @@ def explicit(arguments: Sequence[str]) -> frozenset[str]:
     return frozenset(ALIASES.get(f, f.removeprefix("--").replace("-", "_")) for f in written)
 
 
-def values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:
+def flag_values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The flags that differ from their defaults, and those named in `also`, by name.
 
     Groups inside the group are flattened.
@@ -101,7 +101,7 @@ def values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:
     for field in dataclasses.fields(group):
         value = getattr(group, field.name)
         if dataclasses.is_dataclass(value):
-            found.update(values(value, also=also))
+            found.update(flag_values(value, also=also))
         elif value != field.default or field.name in also:
             found[field.name] = value
     return found
@@ -113,7 +113,7 @@ def with_defaults(kind: type[Kind], given: dict[str, Any]) -> Kind:
     return kind(**{name: value for name, value in given.items() if name in names})
 
 
-def parse(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) -> Kind:
+def parse_flags(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) -> Kind:
     """Read a verb's flags. A mistake of form ends the process with code 2.
 
     Raises:

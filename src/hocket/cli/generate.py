@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
+from hocket.cli.flags import Folder, Model, Text, explicit, flag_values, parse_flags
 from hocket.spec.errors import HocketError, OptionError
 
 
@@ -70,10 +70,10 @@ class Generate:
 
 def main(arguments: Sequence[str]) -> int:
     """Generate. Returns 0."""
-    flags = parse(Generate, "generate", arguments, Generate())
+    flags = parse_flags(Generate, "generate", arguments, Generate())
     if not flags.model:
         raise OptionError("no model was named", hint="hocket generate RUN --prompt TEXT")
-    said = values(flags, also=explicit(arguments))
+    said = flag_values(flags, also=explicit(arguments))
     for name in ("json", "model", "prompt", "chat"):
         said.pop(name, None)
     if flags.chat:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if said.pop("chat_template_file", None) is not None:
         raise OptionError("--chat-template-file without --chat", hint="--chat")
     prompts = flags.prompt or _piped()
-    from hocket.jobs.generate import generate
+    from hocket.jobs.generate import generate_texts
 
     streams = len(prompts) == 1 and not flags.json
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         print(text if begun else prompts[0] + text, end="", flush=True)
         begun = True
 
-    found = generate(flags.model, prompts, on_text=show if streams else None, **said)
+    found = generate_texts(flags.model, prompts, on_text=show if streams else None, **said)
     if streams:
         print("" if begun else prompts[0])
         return 0

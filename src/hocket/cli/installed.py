@@ -39,7 +39,7 @@ NEEDS = {
 """The extra of each verb; verbs that are not listed run from the base install."""
 
 
-def require(verb: str, arguments: Sequence[str]) -> None:
+def require_extra(verb: str, arguments: Sequence[str]) -> None:
     """Reject a verb whose extra is not installed; its help is printed all the same.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,15 @@ class LedgerFlags:
 
 def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
-    flags = parse(LedgerFlags, "ledger", arguments, LedgerFlags())
+    flags = parse_flags(LedgerFlags, "ledger", arguments, LedgerFlags())
     from hocket.jobs import ledger
     from hocket.spec.errors import OptionError
     from hocket.spec.ledger import SERVED_FIGURES
 
     if flags.last < 0:
         raise OptionError(f"--last is {flags.last}; it is a number of runs", hint="--last 10")
-    entries, served, torn = ledger.read_all()
-    errors = ledger.errors(entries, flags.by)
+    entries, served, torn = ledger.read_all_entries()
+    errors = ledger.ledger_errors(entries, flags.by)
     if flags.json:
         import json
 
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str]) -> int:
             "unreadable": torn,
             "errors": errors,
             "entries": [dataclasses.asdict(entry) for entry in entries],
-            "served_errors": ledger.errors(served, flags.by, SERVED_FIGURES),
+            "served_errors": ledger.ledger_errors(served, flags.by, SERVED_FIGURES),
             "served": [dataclasses.asdict(entry) for entry in served],
         }
         print(json.dumps(found))
     else:
-        print(ledger.text(entries, torn, flags.by, flags.last, served), end="")
+        print(ledger.ledger_text(entries, torn, flags.by, flags.last, served), end="")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hocket.cli.flags import Model, Text, parse
+from hocket.cli.flags import Model, Text, parse_flags
 from hocket.spec.errors import OptionError
 
 
@@ -36,7 +36,7 @@ class LinksFlags:
 
 def main(arguments: Sequence[str]) -> int:
     """Price and print. Returns 0."""
-    flags = parse(LinksFlags, "links", arguments, LinksFlags())
+    flags = parse_flags(LinksFlags, "links", arguments, LinksFlags())
     if not flags.model:
         raise OptionError(
             "which model?", hint="hocket links llama-2-7b --cluster 8xA100-SXM-80 --layout tp2.dp4"
@@ -62,5 +62,5 @@ def main(arguments: Sequence[str]) -> int:
 
         print(json.dumps(found.to_json()))
     else:
-        print(link_prices.text(found))
+        print(link_prices.link_prices_text(found))
     return 0

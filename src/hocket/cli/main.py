@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of `EXIT_CODES`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with downloads.shown(_download), warnings.catch_warnings():
+        with downloads.download_listener(_download), warnings.catch_warnings():
             _show_renamed()
             code = _verb(arguments)
         sys.stdout.flush()
@@ -172,10 +172,10 @@ def _failed(error: HocketError, arguments: list[str]) -> int:
         hint = spelling.pasted(arguments, hint)
     text = str(type(error)(error.message, hint=hint))
     if "--json" in arguments:
-        from hocket.cli.events import emit
+        from hocket.cli.events import print_event
 
         found = {"message": error.message, "hint": hint, "exit_code": error.exit_code}
-        emit({"event": "error", "error": found})
+        print_event({"event": "error", "error": found})
     print(f"hocket: {_printable(text)}", file=sys.stderr)
     return error.exit_code
 
@@ -206,7 +206,7 @@ def _verb(arguments: list[str]) -> int:
             if near is None or verb in MEANT
             else shlex.join(["hocket", near, *rest]),
         )
-    installed.require(verb, rest)
+    installed.require_extra(verb, rest)
     module = importlib.import_module(f"hocket.cli.{verb}")
     from hocket.cli import config, progress, spelling
 
@@ -214,8 +214,8 @@ def _verb(arguments: list[str]) -> int:
         return int(module.main(rest))
     known = spelling.flags_of(module)
     rest, quiet = _switch(rest, "--quiet", "-q")
-    rest = config.expanded(verb, spelling.current(verb, rest, known), known)
-    rest = spelling.checked(verb, rest, known)
+    rest = config._expanded_settings(verb, spelling.current(verb, rest, known), known)
+    rest = spelling.checked_arguments(verb, rest, known)
     with progress.silenced(quiet):
         return int(module.main(rest))
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.cli.terminal import shown
+from hocket.cli.terminal import printable
 
 if TYPE_CHECKING:
     from hocket.spec.matrix import Matrix, TypeRow
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
 
 
-def run(
+def run_matrix(
     types: Sequence[str], layouts: Sequence[str], *, quick: bool, served: bool, as_json: bool
 ) -> int:
     """Run the matrix of training, or of serving. Returns 0 where nothing is different and nothing
@@ -22,7 +22,7 @@ def run(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from hocket.jobs.matrix import matrix
+    from hocket.jobs.matrix import check_matrix
     from hocket.jobs.serving.check_matrix import served_matrix
     from hocket.spec.matrix import LAYOUTS, QUICK, SERVED_LAYOUTS
 
@@ -39,16 +39,18 @@ def run(
         task = bar.add_task("starting", total=None)
 
         def show(row: TypeRow) -> None:
-            print(row.to_json() if as_json else line(row), flush=True)
+            print(row.to_json() if as_json else _type_line(row), flush=True)
 
         def tell(event: dict[str, Any]) -> None:
             bar.update(task, description=event["name"], completed=event["done"], total=event["of"])
             if not screen.is_terminal:
                 note(f"{event['name']} ({event['done']} of {event['of']})")
 
-        found = (served_matrix if served else matrix)(types, chosen, on_row=show, on_event=tell)
+        found = (served_matrix if served else check_matrix)(
+            types, chosen, on_row=show, on_event=tell
+        )
     if not as_json:
-        print("\n".join(summary(found) if not served else reasons(found)))
+        print("\n".join(_matrix_summary(found) if not served else _reasons(found)))
     return 0 if found.ok else 1
 
 
@@ -60,7 +62,7 @@ def legend(layouts: Sequence[str]) -> list[str]:
     return ["layouts:", *numbered, f"cells: {marks}", "", f"{'type':<26}{head}"]
 
 
-def line(row: TypeRow) -> str:
+def _type_line(row: TypeRow) -> str:
     """One type."""
     marks = "".join(MARKS[cell.outcome] for cell in row.cells)
     ratios = [cell.ratio for cell in row.cells if cell.ratio is not None]
@@ -68,17 +70,17 @@ def line(row: TypeRow) -> str:
     return f"{row.kind:<26}{marks}{worst}"
 
 
-def summary(found: Matrix) -> list[str]:
+def _matrix_summary(found: Matrix) -> list[str]:
     """The reasons, the counts, and how many types train."""
     pipelined = len(found.train_under("dp", "pp", "zero"))
     split = len(found.train_under("dp", "pp", "tp", "zero"))
     return [
-        *reasons(found),
+        *_reasons(found),
         f"{pipelined} train under pipeline, data and ZeRO, {split} also under tensor parallel",
     ]
 
 
-def reasons(found: Matrix) -> list[str]:
+def _reasons(found: Matrix) -> list[str]:
     """The reasons, each with whom it concerns, and the counts."""
     by_reason: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in found.rows:
@@ -88,7 +90,7 @@ def reasons(found: Matrix) -> list[str]:
     text = [""]
     for (outcome, reason), kinds in sorted(by_reason.items()):
         who = ", ".join(f"{kind} ({''.join(columns)})" for kind, columns in kinds.items())
-        text += [f"{outcome}: {who}", f"    {shown(reason)}"]
+        text += [f"{outcome}: {who}", f"    {printable(reason)}"]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
     return [
         *text,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import parse
+from hocket.cli.flags import parse_flags
 from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 
@@ -39,7 +39,7 @@ def _check(flags: Models) -> int:
 
     match flags.words:
         case ("check", name):
-            found = models.checked(name)
+            found = models.model_support(name)
         case _:
             raise OptionError(
                 f"unexpected argument {flags.words[0]!r} of hocket models",
@@ -53,19 +53,19 @@ def _check(flags: Models) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """List. Returns 0."""
-    flags = parse(Models, "models", arguments, Models())
+    flags = parse_flags(Models, "models", arguments, Models())
     import json
 
     from hocket.jobs import models
 
     if flags.words:
         return _check(flags)
-    found = models.gpus() if flags.gpus else models.known()
+    found = models.known_gpus() if flags.gpus else models.known()
     if flags.json:
         for row in found:
             print(json.dumps(row))
         return 0
-    print(models.gpu_table(found) if flags.gpus else models.table(found))
+    print(models.gpu_table(found) if flags.gpus else models.models_table(found))
     name = "H200-SXM-141" if flags.gpus else "H100"
     show(["plan", "llama-3-8b", "--cluster", f"8x{name}", "--global-batch", "64"])
     return 0

@@ -16,10 +16,10 @@ MOST = 2
 def show(*commands: Sequence[str], to: TextIO | None = None) -> None:
     """Print each command as a line `next: hocket ...`, unless --quiet."""
     if not silent():
-        print("\n" + "\n".join(lines(*commands)), file=to or sys.stdout)
+        print("\n" + "\n".join(next_lines(*commands)), file=to or sys.stdout)
 
 
-def lines(*commands: Sequence[str]) -> list[str]:
+def next_lines(*commands: Sequence[str]) -> list[str]:
     """The lines of at most two commands, each given without `hocket`."""
     assert len(commands) <= MOST, commands
     return [f"next: {shlex.join([program(), *words])}" for words in commands]

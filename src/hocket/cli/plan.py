@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Count, File, Model, Text, explicit, parse
+from hocket.cli.flags import Count, File, Model, Text, explicit, parse_flags
 from hocket.cli.next import show
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
@@ -157,7 +157,7 @@ TRAINING = (
 
 def main(arguments: Sequence[str]) -> int:
     """Plan and print. Returns 0."""
-    flags = parse(PlanFlags, "plan", arguments, PlanFlags())
+    flags = parse_flags(PlanFlags, "plan", arguments, PlanFlags())
     written = explicit(arguments)
     if flags.serve:
         return _serve(flags, written)
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
             f"the size of {flags.model} is not public; a service of it is answered by hypotheses",
             hint=f"hocket plan {flags.model} --serve",
         )
-    found = job.plan(
+    found = job.plan_training(
         flags.model,
         cluster=flags.cluster,
         seq_len=flags.seq_len,
@@ -216,20 +216,20 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         import json
 
-        also = {} if flags.emit is None else {"emitted": job.emitted(found, flags.emit)}
+        also = {} if flags.emit is None else {"emitted": job.emitted_layout(found, flags.emit)}
         print(json.dumps({"schema": 1, **renamed.with_old_keys({**found.to_json(), **also})}))
     elif flags.emit is not None:
-        print(job.emitted(found, flags.emit), end="")
+        print(job.emitted_layout(found, flags.emit), end="")
     elif flags.html is not None:
-        from hocket.jobs.plan_page import write
+        from hocket.jobs.plan_page import write_plan_page
 
-        print(write(found, flags.html))
+        print(write_plan_page(found, flags.html))
     else:
-        print(job.table(found))
-        if stored := job.stored(flags.model):
+        print(job.plan_table(found))
+        if stored := job.storage_note(flags.model):
             print(stored)
-        if job.runs(found):
-            show(job.command(found), job.rehearsal(found))
+        if job.trains(found):
+            show(job.train_command(found), job.rehearsal(found))
     return 0
 
 
@@ -287,7 +287,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         return _from(flags, written)
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
-    from hocket.jobs.plan import stored as stored_of
+    from hocket.jobs.plan import storage_note as stored_of
     from hocket.jobs.serving import plan as job
     from hocket.jobs.serving import table as serve_table
 
@@ -308,16 +308,20 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     if flags.json:
         import json
 
-        also = {} if flags.emit is None else {"emitted": serve_table.emitted(found[0], flags.emit)}
+        also = (
+            {}
+            if flags.emit is None
+            else {"emitted": serve_table.emitted_deployment(found[0], flags.emit)}
+        )
         whole = renamed.with_old_keys({**serve_table.to_json(found), **also})
         print(json.dumps({"schema": 1, **whole}))
     elif flags.emit is not None:
-        print(serve_table.emitted(found[0], flags.emit), end="")
+        print(serve_table.emitted_deployment(found[0], flags.emit), end="")
     else:
-        print(serve_table.text(found))
+        print(serve_table.plans_text(found))
         if flags.weights is None and (stored := stored_of(flags.model, serve=True)):
             print(stored)
-        if (words := serve_table.command(found)) is not None:
+        if (words := serve_table.serve_command(found)) is not None:
             show(words)
     return 0
 

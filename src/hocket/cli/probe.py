@@ -6,8 +6,8 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from hocket.cli.events import progress_of_phases, result
-from hocket.cli.flags import File, parse
+from hocket.cli.events import print_result, progress_of_phases
+from hocket.cli.flags import File, parse_flags
 from hocket.cli.next import show
 
 
@@ -33,21 +33,21 @@ class ProbeFlags:
 
 def main(arguments: Sequence[str]) -> int:
     """Probe and print. Returns 0."""
-    flags = parse(ProbeFlags, "probe", arguments, ProbeFlags())
+    flags = parse_flags(ProbeFlags, "probe", arguments, ProbeFlags())
     from hocket.jobs import machine
 
     machine.writable([name for name in (flags.out, flags.svg) if name is not None])
     with progress_of_phases(as_json=flags.json) as on_event:
         found = machine.probe(device=flags.device, quick=flags.quick, on_event=on_event)
     if flags.out is not None:
-        machine.save(found, flags.out)
+        machine.save_machine(found, flags.out)
     assert found.measured is not None
     if flags.svg is not None:
-        machine.draw(found.measured, flags.svg)
+        machine.draw_topology(found.measured, flags.svg)
     if flags.json:
-        result(json.loads(found.measured.to_json()))
+        print_result(json.loads(found.measured.to_json()))
         return 0
-    print(machine.told(found.measured))
+    print(machine.machine_text(found.measured))
     if flags.out is not None:
         print(f"\nwrote {flags.out}")
         show(["plan", "tiny-llama", "--cluster", flags.out, "--global-batch", "32"])

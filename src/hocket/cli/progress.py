@@ -72,7 +72,7 @@ def progress(*, as_json: bool = False) -> Iterator[EventListener]:
     elif sys.stdout.isatty():
         with _bar() as bar:
             listener = Bar(bar)
-            with downloads.shown(listener.download):
+            with downloads.download_listener(listener.download):
                 yield listener
     else:
         yield PlainLines()

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hocket.cli.terminal import shown
+from hocket.cli.terminal import printable
 
 if TYPE_CHECKING:
     from hocket.spec.rehearsal_matrix import RehearsalCell, RehearsalMatrix
 
 
-def run(
+def run_rehearsal_matrix(
     models: Sequence[str], schedules: Sequence[str], options: Sequence[str], *, as_json: bool
 ) -> int:
     """Rehearse the matrix, or a part of it. Returns 0 where every cell is ok or rejected, else 1.
@@ -23,10 +23,10 @@ def run(
         OptionError: a name that the matrix does not have, a choice without a job, or no C++
             compiler.
     """
-    from hocket.jobs.rehearsal_matrix import chosen, matrix
+    from hocket.jobs.rehearsal_matrix import chosen_cases, rehearse_matrix
     from hocket.spec.errors import OptionError
 
-    cases = chosen(models, schedules, options)
+    cases = chosen_cases(models, schedules, options)
     if not cases:
         raise OptionError(
             "no job of the matrix has these models, schedules and options together",
@@ -37,14 +37,16 @@ def run(
     def show(cell: RehearsalCell) -> None:
         nonlocal done
         done += 1
-        print(cell.to_json() if as_json else f"{done:>3}/{len(cases)}  {line(cell)}", flush=True)
+        print(
+            cell.to_json() if as_json else f"{done:>3}/{len(cases)}  {_cell_line(cell)}", flush=True
+        )
 
-    found = matrix(cases, on_cell=show)
-    print(found.to_json() if as_json else "\n".join(summary(found)))
+    found = rehearse_matrix(cases, on_cell=show)
+    print(found.to_json() if as_json else "\n".join(_rehearsal_summary(found)))
     return 0 if found.ok else 1
 
 
-def line(cell: RehearsalCell) -> str:
+def _cell_line(cell: RehearsalCell) -> str:
     """One cell."""
     case = cell.case
     error = "" if cell.memory is None else f"{cell.memory:+.1%}"
@@ -52,7 +54,7 @@ def line(cell: RehearsalCell) -> str:
     return f"{case.model:<13}{job:<54}{case.option:<21}{cell.outcome:<10}{error:>7}"
 
 
-def summary(found: RehearsalMatrix) -> list[str]:
+def _rehearsal_summary(found: RehearsalMatrix) -> list[str]:
     """The reasons, each with the commands of its jobs, and the counts."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for cell in found.cells:
@@ -60,6 +62,6 @@ def summary(found: RehearsalMatrix) -> list[str]:
             reasons[cell.outcome, cell.reason].append(cell.case.command())
     text = [""]
     for (outcome, reason), commands in sorted(reasons.items()):
-        text += [f"{outcome}: {shown(reason)}", *(f"    {command}" for command in commands)]
+        text += [f"{outcome}: {printable(reason)}", *(f"    {command}" for command in commands)]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
     return [*text, "", f"{len(found.cells)} jobs in {found.seconds:.0f} s: {counts}"]

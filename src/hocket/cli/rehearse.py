@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from hocket.cli.flags import Count, LayoutFlags, Model, Text, explicit, parse, values
+from hocket.cli.flags import Count, LayoutFlags, Model, Text, explicit, flag_values, parse_flags
 from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 
@@ -95,7 +95,7 @@ PASSED = (
 
 def main(arguments: Sequence[str]) -> int:
     """Rehearse and print. Returns 0. Raises HocketError if the job does not complete or fit."""
-    flags = parse(RehearseFlags, "rehearse", arguments, RehearseFlags())
+    flags = parse_flags(RehearseFlags, "rehearse", arguments, RehearseFlags())
     written = explicit(arguments)
     if flags.matrix:
         return _matrix(flags, written)
@@ -111,18 +111,18 @@ def main(arguments: Sequence[str]) -> int:
     if flags.serve:
         return _serve(flags, written)
     from hocket.jobs import rehearse as job
-    from hocket.jobs.rehearsal_fit import require
-    from hocket.jobs.rehearsal_text import text
+    from hocket.jobs.rehearsal_fit import require_fit
+    from hocket.jobs.rehearsal_text import rehearsal_report
     from hocket.jobs.request import request
 
     given = {name: getattr(flags, name) for name in PASSED}
     if flags.seq_len is None:
         given["seq_len"] = job.default_seq_len(flags.model, trust=flags.trust_remote_code)
-    given |= values(flags.parallel, also=written)
+    given |= flag_values(flags.parallel, also=written)
     given |= {"model": flags.model, "device": "cuda"}
     if flags.global_batch is not None:
         given["global_batch"] = flags.global_batch
-    prepared = job.prepared(
+    prepared = job.prepare_rehearsal(
         request(given),
         layers=flags.layers,
         rows=None if flags.global_batch is not None else flags.rows,
@@ -135,9 +135,9 @@ def main(arguments: Sequence[str]) -> int:
         if sys.stderr.isatty():
             note(line)
 
-    found = job.rehearse(prepared, ranks=flags.rank, on_phase=say)
-    print(found.report.to_json() if flags.json else text(found), flush=True)
-    require(found)
+    found = job.rehearse_job(prepared, ranks=flags.rank, on_phase=say)
+    print(found.report.to_json() if flags.json else rehearsal_report(found), flush=True)
+    require_fit(found)
     if not flags.json:
         layout = str(request(given).layout)
         show(["train", flags.model, "--data", "DATA", "--layout", layout])
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _matrix(flags: RehearseFlags, written: Collection[str]) -> int:
-    from hocket.cli.rehearsal_matrix import run
+    from hocket.cli.rehearsal_matrix import run_rehearsal_matrix
 
     other = sorted(set(written) - {"matrix", "json", *_OF_A_MATRIX})
     if flags.model or other:
@@ -154,7 +154,7 @@ def _matrix(flags: RehearseFlags, written: Collection[str]) -> int:
             f"{flags.model or other[0]} sets another",
             hint="hocket rehearse --matrix --models tiny-llama --schedules 1f1b",
         )
-    return run(flags.models, flags.schedules, flags.options, as_json=flags.json)
+    return run_rehearsal_matrix(flags.models, flags.schedules, flags.options, as_json=flags.json)
 
 
 def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
@@ -162,7 +162,7 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
     from hocket.jobs.request import request
     from hocket.jobs.serving import rehearse as job
 
-    given = {**values(flags.parallel, also=written), "model": flags.model, "device": "cuda"}
+    given = {**flag_values(flags.parallel, also=written), "model": flags.model, "device": "cuda"}
     spec = job.replica_spec(
         flags.model,
         request(given).layout,
@@ -177,9 +177,9 @@ def print_serving(spec: RunSpec, *, gpu: str, json: bool) -> int:
     """Rehearse one replica and print the report. Returns 0. Raises HocketError if its steps do not
     end or do not fit."""
     from hocket.jobs.serving.rehearsal_fit import require_replica
-    from hocket.jobs.serving.rehearse import rehearse
+    from hocket.jobs.serving.rehearse import rehearse_replica
 
-    found = rehearse(spec, gpu=gpu)
+    found = rehearse_replica(spec, gpu=gpu)
     print(found.to_json() if json else found.text(), flush=True)
     require_replica(found, spec)
     return 0

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import File, parse
-from hocket.cli.terminal import draws, shown, terminal
+from hocket.cli.flags import File, parse_flags
+from hocket.cli.terminal import draws, printable, terminal
 
 Runs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")]
 
@@ -34,17 +34,17 @@ class ReportFlags:
 
 def main(arguments: Sequence[str]) -> int:
     """Report. Returns 0."""
-    flags = parse(ReportFlags, "report", arguments, ReportFlags())
+    flags = parse_flags(ReportFlags, "report", arguments, ReportFlags())
     from hocket.jobs import report
 
-    found = report.records(flags.runs)
+    found = report.report_records(flags.runs)
     if flags.format == "text":
         color, width = terminal()
         if flags.out is not None:
-            print(report.save_text(report.text(found, width=width), flags.out))
+            print(report.save_text(report.report_words(found, width=width), flags.out))
             return 0
-        words = report.text(found, width=width, color=color, unicode=draws())
-        print(shown(words), end="")
+        words = report.report_words(found, width=width, color=color, unicode=draws())
+        print(printable(words), end="")
     else:
-        print(report.write(found, flags.format, flags.out))
+        print(report.write_report(found, flags.format, flags.out))
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hocket.cli.flags import Count, Text, parse
-from hocket.cli.terminal import draws, shown, terminal
+from hocket.cli.flags import Count, Text, parse_flags
+from hocket.cli.terminal import draws, printable, terminal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ OF_LAYOUT = ("layout", "schedule", "microbatches", "virtual_stages")
 
 def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
-    flags = parse(ScheduleFlags, "schedule", arguments, ScheduleFlags())
+    flags = parse_flags(ScheduleFlags, "schedule", arguments, ScheduleFlags())
     from hocket.jobs.request import layout_of
     from hocket.jobs.schedule import picture, schedule
 
@@ -64,5 +64,5 @@ def main(arguments: Sequence[str]) -> int:
         print(found, end="")
     else:
         color, width = terminal()
-        print(shown(picture(found, timeline, color=color, width=width, unicode=draws())))
+        print(printable(picture(found, timeline, color=color, width=width, unicode=draws())))
     return 0

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from hocket.cli.events import json_events
-from hocket.cli.flags import Folder, Model, Run, Text, explicit, parse, values
+from hocket.cli.flags import Folder, Model, Run, Text, explicit, flag_values, parse_flags
 from hocket.cli.progress import DownloadLines, progress_of, silent
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import ServeOptions
@@ -73,10 +73,10 @@ class Serve:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve. Returns 0 when all requests ended before the server did, 1 where some were cut."""
-    flags = parse(Serve, "serve", arguments, Serve())
+    flags = parse_flags(Serve, "serve", arguments, Serve())
     if not flags.model:
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
-    said = values(flags, also=explicit(arguments))
+    said = flag_values(flags, also=explicit(arguments))
     for name in ("json", "model", "dry_run"):
         said.pop(name, None)
     if flags.dry_run:
@@ -86,10 +86,10 @@ def main(arguments: Sequence[str]) -> int:
 
         server = request.server({"model": flags.model, **said})
         return print_serving(replica_of(server), gpu="H100", json=flags.json)
-    from hocket.jobs.serving.server import serve
+    from hocket.jobs.serving.server import serve_model
 
     with json_events() if flags.json else contextlib.nullcontext(Lines()) as on_event:
-        served = serve(flags.model, on_event=on_event, **said)
+        served = serve_model(flags.model, on_event=on_event, **said)
     if served is None:  # a rank of another launcher, whose rank 0 has the summary
         return 0
     if not flags.json:

@@ -43,7 +43,7 @@ class Flag:
     text: str = ""
 
 
-def kind_of(module: types.ModuleType) -> Any:
+def flags_class(module: types.ModuleType) -> Any:
     """The dataclass of a verb's flags: the only one that its module defines."""
     (kind,) = (
         kind
@@ -55,7 +55,7 @@ def kind_of(module: types.ModuleType) -> Any:
 
 def flags_of(module: types.ModuleType) -> dict[str, Flag]:
     """The flags of a verb, by each of their names with underscores."""
-    return _flags(kind_of(module))
+    return _flags(flags_class(module))
 
 
 def _flags(kind: Any) -> dict[str, Flag]:
@@ -99,7 +99,7 @@ def _types(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def checked(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> list[str]:
+def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> list[str]:
     """The arguments, the values of flags compared with their types and choices, and number formats
     by the names here.
 
@@ -166,7 +166,7 @@ def current(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> l
         if name in names or name in COMMON:
             found.append(f"--{written.replace('_', '-')}{equals}{value}")
             continue
-        (new,) = renamed.options({name: None}, names, spelled=spelled)
+        (new,) = renamed.present_options({name: None}, names, spelled=spelled)
         new = meant(new, known)
         if new in names:
             found.append(spelled(new) + equals + value)

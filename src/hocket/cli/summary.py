@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hocket.cli.next import lines
+from hocket.cli.next import next_lines
 from hocket.cli.progress import silent
 from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hocket.jobs.record import Summary
 
 
-def values(summary: Summary) -> dict[str, Any]:
+def summary_values(summary: Summary) -> dict[str, Any]:
     """The result as plain data: what a run came to, and what was predicted of it."""
     predicted = summary.forecast
     known = predicted is not None and predicted.known
@@ -33,11 +33,11 @@ def values(summary: Summary) -> dict[str, Any]:
 
 def print_summary(summary: Summary, *, to: TextIO) -> None:
     """Print the result in a few lines."""
-    for line in ["", *result(summary), *next_steps(summary)]:
+    for line in ["", *summary_lines(summary), *next_steps(summary)]:
         print(line, file=to)
 
 
-def result(summary: Summary) -> list[str]:
+def summary_lines(summary: Summary) -> list[str]:
     """What came out."""
     found = []
     if summary.loss is not None and summary.first_loss is not None:
@@ -90,7 +90,7 @@ def next_steps(summary: Summary) -> list[str]:
     if summary.stopped:
         return [
             f"stopped after step {summary.steps}, saved in {summary.run}",
-            *([] if silent() else lines(["train", "--run", run, "--resume"])),
+            *([] if silent() else next_lines(["train", "--run", run, "--resume"])),
         ]
     report = "" if summary.report is None else f", report {summary.report}"
     adapter = (summary.run / "adapter").is_dir()
@@ -100,5 +100,5 @@ def next_steps(summary: Summary) -> list[str]:
         use = ["export", run, "--merge", "--to", f"{run}-merged"]
     return [
         f"run folder {summary.run}{report}" + (f", adapter {run}/adapter" if adapter else ""),
-        *([] if silent() else lines(use, further)),
+        *([] if silent() else next_lines(use, further)),
     ]

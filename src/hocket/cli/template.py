@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Paths, Run, Text, parse
+from hocket.cli.flags import Paths, Run, Text, parse_flags
 
 Kind = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in mine:
         at = mine.index("--")
         mine, options = mine[:at], mine[at + 1 :]
-    flags = parse(TemplateFlags, "template", mine, TemplateFlags())
+    flags = parse_flags(TemplateFlags, "template", mine, TemplateFlags())
     _checked(flags, options)
     from hocket.jobs.template import Template, template
 
@@ -79,8 +79,8 @@ def _checked(flags: TemplateFlags, options: list[str]) -> None:
     if flags.serve:
         from hocket.cli.serve import Serve
 
-        parse(Serve, "serve", options, Serve())
+        parse_flags(Serve, "serve", options, Serve())
     else:
         from hocket.cli.train import Train
 
-        parse(Train, "train", options, Train())
+        parse_flags(Train, "train", options, Train())

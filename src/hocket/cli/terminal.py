@@ -27,7 +27,7 @@ def draws() -> bool:
     return True
 
 
-def shown(words: str) -> str:
+def printable(words: str) -> str:
     """The words as stdout can show them: what its encoding lacks is written out."""
     encoding = _encoding()
     return words.encode(encoding, "backslashreplace").decode(encoding)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import File, parse
+from hocket.cli.flags import File, parse_flags
 from hocket.cli.progress import note
 
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="STOP...")]
@@ -40,12 +40,12 @@ class Tour:
 
 def main(arguments: Sequence[str]) -> int:
     """Walk. Returns 1 if a claim that could be judged was not seen to hold, else 0."""
-    flags = parse(Tour, "tour", arguments, Tour())
+    flags = parse_flags(Tour, "tour", arguments, Tour())
     import json
 
     from hocket.cli.terminal import terminal
     from hocket.jobs.machine import writable
-    from hocket.jobs.tour import rendered, tour, written
+    from hocket.jobs.tour import rendered, tour, write_tour
     from hocket.jobs.tour_stops import STOPS
     from hocket.spec.tour import Stop
 
@@ -66,6 +66,6 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps([stop.to_json() for stop in found]))
     if flags.out is not None:
-        written(flags.out, found, flags.lang)
+        write_tour(flags.out, found, flags.lang)
         print(f"{flags.out} written", file=sys.stderr)
     return 0 if all(stop.verdict != "false" for stop in found) else 1

@@ -21,8 +21,8 @@ from hocket.cli.flags import (
     Paths,
     Run,
     explicit,
-    parse,
-    values,
+    flag_values,
+    parse_flags,
     with_defaults,
 )
 from hocket.spec.run import TrainOptions, Workload
@@ -82,10 +82,10 @@ class Train:
     training: TrainOptions = dataclasses.field(default_factory=TrainOptions)
 
 
-def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
+def read_train_flags(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     """The flags, and the options of flags and configuration file together, by name."""
-    path = config_file.find(arguments)
-    given = {} if path is None else config_file.read(path)
+    path = config_file.config_path(arguments)
+    given = {} if path is None else config_file.read_config(path)
     default = Train(
         model=given.get("model", ""),
         data=given.get("data", ()),
@@ -95,8 +95,8 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
         workload=with_defaults(Workload, given),
         training=with_defaults(TrainOptions, given),
     )
-    flags = parse(Train, "train", _resumed(arguments), default)
-    said = values(flags, also=explicit(arguments))
+    flags = parse_flags(Train, "train", _resumed(arguments), default)
+    said = flag_values(flags, also=explicit(arguments))
     said.pop("json", None)
     said.pop("dry_run", None)
     said.pop("push_to_hub", None)
@@ -122,7 +122,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Train. Returns 0, or STOPPED where the run was asked to stop before its last step."""
-    flags, said = read(arguments)
+    flags, said = read_train_flags(arguments)
     if flags.push_to_hub is not None:
         from hocket.jobs.export import check_push
 
@@ -131,16 +131,16 @@ def main(arguments: Sequence[str]) -> int:
         return _dry_run(flags, said)
     from hocket.cli.progress import progress
     from hocket.jobs.request import request
-    from hocket.jobs.train import train
+    from hocket.jobs.train import train_model
 
     with progress(as_json=flags.json) as on_event:
-        summary = train(request({"model": _run_model(said), **said}), on_event=on_event)
+        summary = train_model(request({"model": _run_model(said), **said}), on_event=on_event)
     if on_event.heard:
         if flags.json:
-            from hocket.cli.events import result
-            from hocket.cli.summary import values as values_of
+            from hocket.cli.events import print_result
+            from hocket.cli.summary import summary_values as values_of
 
-            result(values_of(summary))
+            print_result(values_of(summary))
         else:
             from hocket.cli.summary import print_summary
 
@@ -151,18 +151,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _push(flags: Train, run: Path, out: TextIO) -> None:
-    from hocket.jobs.export import push
+    from hocket.jobs.export import push_run
     from hocket.spec.units import format_bytes
 
     assert flags.push_to_hub is not None
     trust = flags.training.trust_remote_code
-    pushed = push(run, flags.push_to_hub, trust_remote_code=trust)
+    pushed = push_run(run, flags.push_to_hub, trust_remote_code=trust)
     print(f"pushed {format_bytes(pushed.num_bytes)} to {pushed.page}", file=out)
 
 
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:
     from hocket.cli.progress import progress
-    from hocket.jobs.dry_run import dry_run, text
+    from hocket.jobs.dry_run import dry_run, dry_run_text
     from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
 
@@ -171,7 +171,7 @@ def _dry_run(flags: Train, said: dict[str, Any]) -> int:
         progress() as on_event,
     ):
         found = dry_run(request({"model": _run_model(said), **said}), JobRecorder(on_event))
-    print(found.to_json() if flags.json else text(found))
+    print(found.to_json() if flags.json else dry_run_text(found))
     return 0
 
 

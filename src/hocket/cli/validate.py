@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import File, parse
+from hocket.cli.flags import File, parse_flags
 
 Table = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TABLE.csv")]
 
@@ -32,8 +32,8 @@ class ValidateFlags:
 
 def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
-    flags = parse(ValidateFlags, "validate", arguments, ValidateFlags())
-    from hocket.jobs.accuracy import accuracy, serving_accuracy, serving_text, text
+    flags = parse_flags(ValidateFlags, "validate", arguments, ValidateFlags())
+    from hocket.jobs.accuracy import accuracy, accuracy_text, serving_accuracy, serving_text
     from hocket.spec.errors import OptionError
 
     if not flags.table:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         found, printed = serving.to_json(), serving_text(serving)
     else:
         training = accuracy(flags.table, rows=flags.rows)
-        found, printed = training.to_json(), text(training)
+        found, printed = training.to_json(), accuracy_text(training)
     if flags.json:
         import json
 

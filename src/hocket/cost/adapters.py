@@ -32,7 +32,7 @@ from hocket.spec.run import RunSpec, target_words
 VIEWS = {"memory_bound": "fused", "unfused": "eager"}
 
 
-def of_run(shape: ModelShape, spec: RunSpec) -> ModelShape:
+def adapted_shape(shape: ModelShape, spec: RunSpec) -> ModelShape:
     """The shape as a run trains it: with its adapters, or as it is. Raises OptionError."""
     options = spec.options
     if options.lora_rank is None:

@@ -31,7 +31,7 @@ from hocket.cost.collectives import (
 )
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times
-from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, product
+from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, matmul_seconds
 from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.local import divided
@@ -183,8 +183,10 @@ def _attention(
         width = core.head_dim + core.value_dim
         pairs = at.microbatch * heads * queries * keys
         fused = 2 * pairs * visible * width / (machine.flops * constants.flash_rate)
-        plain = product(queries, keys, core.head_dim, platform, at.microbatch * heads)
-        plain = plain + product(queries, core.value_dim, keys, platform, at.microbatch * heads)
+        plain = matmul_seconds(queries, keys, core.head_dim, platform, at.microbatch * heads)
+        plain = plain + matmul_seconds(
+            queries, core.value_dim, keys, platform, at.microbatch * heads
+        )
         odd = 2 * pairs * width / (machine.flops * MISALIGNED_RATE)
         plain = np.where(core.head_dim % 8 != 0, odd, plain)
         scores = constants.element_bytes * pairs / memory

@@ -149,7 +149,7 @@ class Platform:
 
 
 @functools.cache
-def file() -> dict[str, Any]:
+def constants_file() -> dict[str, Any]:
     """The data file as it stands."""
     data = resources.files("hocket.cost") / "data" / "constants.json"
     found: dict[str, Any] = json.loads(data.read_text())
@@ -160,13 +160,13 @@ def fitted_family(gpu: str) -> str:
     """The family whose constants a GPU takes: its own where that was fitted, else the nearest by
     architecture (`nearest` of the data file), H100 where no architecture is near."""
     family = gpu.split("-", maxsplit=1)[0]
-    data = file()
+    data = constants_file()
     return family if family in data["gpus"] else str(data["nearest"].get(family, FALLBACK))
 
 
 def stacks() -> tuple[str, ...]:
     """The software stacks that have constants."""
-    return tuple(file()["stacks"])
+    return tuple(constants_file()["stacks"])
 
 
 def constants(
@@ -180,7 +180,7 @@ def constants(
     Raises:
         OptionError: an unknown stack, or gradients of an unknown or too narrow type.
     """
-    data = file()
+    data = constants_file()
     if stack not in data["stacks"]:
         message, hint = unknown("stack", stack, stacks())
         raise OptionError(message, hint=hint)
@@ -207,7 +207,7 @@ def constants(
 def few_bits(values: Constants, flops: Mapping[str, float], precision: str) -> Constants:
     """Constants where products run in 8 or 4 bits: the attention core stays in 16, and products
     reach another share of the higher rate (scaling and transposing are part of them)."""
-    share = file()["precisions"][precision]["matrix_rate"]
+    share = constants_file()["precisions"][precision]["matrix_rate"]
     return dataclasses.replace(
         values,
         flash_rate=values.flash_rate * flops["bf16"] / flops[precision],
@@ -218,11 +218,11 @@ def few_bits(values: Constants, flops: Mapping[str, float], precision: str) -> C
 def quantiles(*, experts: bool = False) -> tuple[float, float]:
     """Measured over predicted step time at the 10th and 90th percentile of validation; `experts`:
     of mixtures of experts, whose families of models were left out."""
-    low, high = file()["residuals"]["step_time_experts" if experts else "step_time"]
+    low, high = constants_file()["residuals"]["step_time_experts" if experts else "step_time"]
     return low, high
 
 
 def memory_quantiles() -> tuple[float, float]:
     """Measured over predicted peak memory at the 5th and 95th percentile of validation."""
-    low, high = file()["residuals"]["memory"]
+    low, high = constants_file()["residuals"]["memory"]
     return low, high

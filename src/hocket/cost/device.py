@@ -49,11 +49,11 @@ class FittedDevice:
     def matmul(self, form: str, m: Floats, n: Floats, k: Floats, batch: Floats | float) -> Floats:
         """As `Device.matmul`; a weight gradient is added to the sum where the software fuses it."""
         if form != "tn":
-            return product(m, n, k, self.platform, batch)
+            return matmul_seconds(m, n, k, self.platform, batch)
         constants = self.platform.constants
         twice = 2 * np.asarray(constants.gradient_bytes)  # read and written
         result = np.where(fuses_gradients(constants), twice, constants.element_bytes)
-        return product(m, n, k, self.platform, batch, result=result)
+        return matmul_seconds(m, n, k, self.platform, batch, result=result)
 
     def optimizer(self, elements: Floats, tensors: Any = None) -> Floats:
         """As `Device.optimizer`; by its bytes, however many tensors."""
@@ -82,7 +82,7 @@ def fuses_gradients(constants: Constants) -> Any:
     return np.asarray(constants.fused_gradients) > np.where(wide, 0, 1)
 
 
-def product(
+def matmul_seconds(
     rows: Floats,
     columns: Floats,
     inner: Floats,

@@ -78,7 +78,7 @@ def equal_layers(model: Terms, at: Layouts) -> RankLayers:
     return RankLayers(first=most - at.lighter, last=most - at.lighter, most=most)
 
 
-def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
+def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
     """Layouts as columns. Microbatches that are left open are one sample each.
 
     Raises:

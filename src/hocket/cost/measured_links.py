@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hocket.cost.measured_rates import between
+from hocket.cost.measured_rates import interpolated_seconds
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.links import ELEMENT
@@ -105,7 +105,7 @@ class MeasuredLinks:
         if curve.ranks != ranks:
             # As much again for every other rank whose part has to be read.
             size *= ranks / curve.ranks
-        whole = between(points, max(size, 1.0))
+        whole = interpolated_seconds(points, max(size, 1.0))
         asleep = min(ASLEEP * points[0][1], whole)
         work = whole - asleep
         if self._cores and curve.world > self._cores:

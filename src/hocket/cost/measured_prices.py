@@ -27,7 +27,7 @@ from hocket.cost.measured_stage import (
     Microbatch,
     stage_blocks,
     stage_seconds,
-    trained,
+    trained_weights,
     weight_blocks,
     weights,
 )
@@ -186,8 +186,10 @@ class StepProblem:
         return StageShare(
             stage=stage,
             split_loss=split_loss,
-            gradient_bytes=tuple(tensor_elements(w, tp) * GRADIENT_BYTES for w in trained(held)),
-            late=tuple(self.is_late(w) for w in trained(held)),
+            gradient_bytes=tuple(
+                tensor_elements(w, tp) * GRADIENT_BYTES for w in trained_weights(held)
+            ),
+            late=tuple(self.is_late(w) for w in trained_weights(held)),
             blocks=tuple(block for block, weight in of_blocks if not weight.frozen),
             frozen=tuple(
                 (block, tensor_elements(w, tp) * GRADIENT_BYTES, self._sees_a_slice(w))
@@ -195,7 +197,7 @@ class StepProblem:
                 if w.frozen
             ),
             **exchange_share(self, stage, placed),
-            partial_bytes=self._partial(trained(held)),
+            partial_bytes=self._partial(trained_weights(held)),
             tied_bytes=self._tied(blocks),
             **sums,
         )
@@ -415,7 +417,7 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
 
 def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -> RankStep:
     layout, place = job.layout, job.schedule.stage_ranks
-    held = [w for stage in stages for w in trained(weights(job.shape, job.blocks(stage)))]
+    held = [w for stage in stages for w in trained_weights(weights(job.shape, job.blocks(stage)))]
     elements = sum(map(job.elements, held))
     gradients = float(elements * GRADIENT_BYTES)
     sums: list[Collective | None] = []
@@ -457,7 +459,7 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     values = sum(job.elements(w) * w.stored for w in held)
     if job.layout.zero == 3:
         values = sum(job.elements(w) // job.states(w) * w.stored for w in held)
-    held = trained(held)
+    held = trained_weights(held)
     elements = sum(map(job.elements, held))
     mine = sum(job.elements(w) // job.states(w) for w in held)
     exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")

@@ -89,7 +89,7 @@ class Rates:
         """Seconds of one operation that reads and writes so many bytes together."""
         if nbytes <= 0 or not self._streams:
             return 0.0
-        return between(self._streams, nbytes)
+        return interpolated_seconds(self._streams, nbytes)
 
     def streams(self, nbytes: float, calls: float) -> float:
         """Seconds of `calls` operations of so many bytes together."""
@@ -102,7 +102,7 @@ class Rates:
             return 0.0
         points = self._layer[way]
         if points:
-            return calls * between(points, nbytes / calls)
+            return calls * interpolated_seconds(points, nbytes / calls)
         overhead = self.call("add") if way == "forward" else self.backward("add")
         return self.streams(nbytes, calls) + calls * overhead
 
@@ -171,10 +171,10 @@ class Rates:
         points = sorted((u.elements, u.seconds) for u in self.measured.updates if u.name == "adamw")
         if not points or not elements:
             return self.streams(28.0 * elements, max(1, tensors))
-        return between(points, elements)
+        return interpolated_seconds(points, elements)
 
 
-def between(points: Sequence[tuple[float, float]], size: float) -> float:
+def interpolated_seconds(points: Sequence[tuple[float, float]], size: float) -> float:
     """Seconds of `size` from (size, seconds) points: straight in doublings between two of them.
 
     Below the first the time stays; above the last it grows with the size.
@@ -192,8 +192,8 @@ def between(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def _within(points: Sequence[tuple[float, float]], size: float) -> float:
-    """As `between`, and the last one's above the last."""
-    return between(points, min(size, max(at for at, _ in points)))
+    """As `interpolated_seconds`, and the last one's above the last."""
+    return interpolated_seconds(points, min(size, max(at for at, _ in points)))
 
 
 def _points(measured: MachineMeasurements, operation: str) -> list[tuple[float, float]]:

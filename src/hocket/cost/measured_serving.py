@@ -29,7 +29,7 @@ from hocket.cost.local import divided, held_elements, together
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import SHARED, stage_blocks, weights
-from hocket.cost.serving_shape import latent_width, served
+from hocket.cost.serving_shape import latent_width, served_shape
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
 from hocket.spec.layout import Layout
@@ -128,7 +128,7 @@ class MeasuredReplica:
         all of them where the plan leaves heads whole. Of latent attention those that a prompt
         attends to, of which none is cached (`latents_of`)."""
         block = self.shape.blocks[kind]
-        cached = served(self.shape).blocks[kind].attention
+        cached = served_shape(self.shape).blocks[kind].attention
         if all(p.split == "outside" for p in block.products):  # traced without a plan
             return cached
         return tuple(

@@ -112,7 +112,7 @@ def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
     return list(found.values())
 
 
-def trained(held: Iterable[Weight]) -> list[Weight]:
+def trained_weights(held: Iterable[Weight]) -> list[Weight]:
     """Those that have a gradient."""
     return [weight for weight in held if not weight.frozen]
 
@@ -269,7 +269,7 @@ def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Secon
 def _gradients(held: list[Weight], microbatch: Microbatch, rates: Rates) -> Seconds:
     """Adding to the gradients of the microbatches before; the first are taken as they come, or
     copied into the bucket that is summed over the replicas."""
-    sizes = [tensor_elements(w, microbatch.tp) * GRADIENT_BYTES for w in trained(held)]
+    sizes = [tensor_elements(w, microbatch.tp) * GRADIENT_BYTES for w in trained_weights(held)]
     added = sum(rates.stream(3.0 * size) for size in sizes)
     copied = sum(rates.stream(2.0 * size) for size in sizes) if microbatch.dp > 1 else 0.0
     calls = len(sizes) * rates.backward("add")

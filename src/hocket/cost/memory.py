@@ -24,7 +24,7 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.state import Parameters, held, imbalance_of, local, local_trained
+from hocket.cost.state import Parameters, held, imbalance_of, local_parameters, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
 TRACED_BYTES = 2.0
@@ -132,7 +132,7 @@ Both = tuple[Parameters, Parameters]
 
 
 def _local(block: BlockTerms, at: Layouts) -> Both:
-    return local(block, at), local_trained(block, at)
+    return local_parameters(block, at), local_trained(block, at)
 
 
 def _sum(one: Both, other: Both) -> Both:

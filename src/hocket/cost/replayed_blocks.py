@@ -18,7 +18,7 @@ from hocket.cost.measured_stage import (
     behind_first_adapter,
     narrowing,
     saved_rows,
-    trained,
+    trained_weights,
     weight_prefix,
     weights,
 )
@@ -145,9 +145,9 @@ def blocks_of(
             # Of its input alone; the first one's is that of the stage.
             kept, made = (0 if at == 0 else job.stream_bytes), kept
             made -= kept
-        own = range(index, index + len(trained(held[at])))
+        own = range(index, index + len(trained_weights(held[at])))
         index = own.stop
-        named = list(zip(own, trained(held[at]), strict=True))
+        named = list(zip(own, trained_weights(held[at]), strict=True))
         deferred = _deferred(job, block, named)
         narrow = narrowing(block)
         first = tuple(i for i, w in named if w.name.startswith(narrow))

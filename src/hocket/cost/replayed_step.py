@@ -21,7 +21,7 @@ from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
     table_bytes,
-    trained,
+    trained_weights,
 )
 from hocket.cost.replayed_blocks import blocks_of, weights_by_block
 from hocket.cost.replayed_gradients import (
@@ -72,7 +72,7 @@ class _Stage:
         self.first, self.last = number == 0, number == job.schedule.num_stages - 1
         self.live = live
         by_block = weights_by_block(job, kinds)
-        held = [(at, w) for at, own in enumerate(by_block) for w in trained(own)]
+        held = [(at, w) for at, own in enumerate(by_block) for w in trained_weights(own)]
         width = 0 if job.element_bytes == GRADIENT_BYTES else job.element_bytes
         gradients = [
             Gradient(

@@ -15,7 +15,7 @@ import numpy as np
 from hocket.cost.constants import Platform, constants
 from hocket.cost.machine import ClusterNumbers, MeasuredCurve, machine
 from hocket.cost.serving_constants import default_engine, serving_constants
-from hocket.cost.serving_shape import served
+from hocket.cost.serving_shape import served_shape
 from hocket.cost.serving_step import (
     ReplicaColumns,
     StepLoad,
@@ -185,7 +185,7 @@ def serving_prices(
     Raises:
         OptionError: an unknown precision or engine.
     """
-    shape = served(shape)
+    shape = served_shape(shape)
     engine = default_engine() if engine is None else engine
     expert_precision = precision if expert_precision is None else expert_precision
     if cache_precision is None:

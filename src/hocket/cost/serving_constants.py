@@ -92,7 +92,7 @@ class ServingConstants:
 
 
 @functools.cache
-def file() -> dict[str, Any]:
+def engine_file() -> dict[str, Any]:
     """The data file as it stands."""
     data = resources.files("hocket.cost") / "data" / "serving.json"
     found: dict[str, Any] = json.loads(data.read_text())
@@ -101,12 +101,12 @@ def file() -> dict[str, Any]:
 
 def engines() -> tuple[str, ...]:
     """The engines that have constants."""
-    return tuple(file()["engines"])
+    return tuple(engine_file()["engines"])
 
 
 def default_engine() -> str:
     """The engine that stands for a tuned server with continuous batching."""
-    return str(file()["default"])
+    return str(engine_file()["default"])
 
 
 def serving_constants(
@@ -120,20 +120,20 @@ def serving_constants(
     Raises:
         OptionError: an unknown engine.
     """
-    data = file() if data is None else data
+    data = engine_file() if data is None else data
     if engine not in data["engines"]:
         message, hint = unknown("engine", engine, engines())
         raise OptionError(message, hint=hint)
-    values: dict[str, Any] = dict(data["gpus"][kind_of(gpu, data)])
-    for name in reversed(chain(engine, data)):
+    values: dict[str, Any] = dict(data["gpus"][gpu_entry(gpu, data)])
+    for name in reversed(engine_chain(engine, data)):
         values |= data["engines"][name]
     names = {f.name for f in dataclasses.fields(ServingConstants)}
     return ServingConstants(**{k: v for k, v in values.items() if k in names})
 
 
-def kind_of(gpu: str, data: dict[str, Any] | None = None) -> str:
+def gpu_entry(gpu: str, data: dict[str, Any] | None = None) -> str:
     """The entry whose constants a GPU takes: its own, its family's, or the nearest family's."""
-    data = file() if data is None else data
+    data = engine_file() if data is None else data
     known, parts = data["gpus"], gpu.split("-")
     for name in ("-".join(parts[:2]), parts[0]):
         if name in known:
@@ -141,9 +141,9 @@ def kind_of(gpu: str, data: dict[str, Any] | None = None) -> str:
     return str(data["nearest"].get(parts[0], "H100"))
 
 
-def chain(engine: str, data: dict[str, Any] | None = None) -> list[str]:
+def engine_chain(engine: str, data: dict[str, Any] | None = None) -> list[str]:
     """An engine and those that it inherits from, nearest first."""
-    data = file() if data is None else data
+    data = engine_file() if data is None else data
     found = []
     name: str | None = engine
     while name is not None:

@@ -22,7 +22,7 @@ ROUTER = 1024
 """Most columns of a product that counts as a router (experts of one layer)."""
 
 
-def served(shape: ModelShape) -> ModelShape:
+def served_shape(shape: ModelShape) -> ModelShape:
     """The shape with the splits that an engine uses; kept for the last shapes asked for."""
     found = _KEPT.get(id(shape))
     if found is None or found[0] is not shape:

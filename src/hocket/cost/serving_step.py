@@ -122,7 +122,7 @@ def cached_elements(core: Attention, block: BlockShape) -> tuple[float, bool]:
 
 def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Bytes of weights on the fullest GPU."""
-    share = stage_layers(shape, at) / len(shape.layers)
+    share = _stage_layers(shape, at) / len(shape.layers)
     total = sum(_held(shape.blocks[kind], at) for kind in shape.layers) * share
     embedding, head = _held(shape.blocks["embedding"], at), _held(shape.blocks["head"], at)
     both = embedding if shape.tied else embedding + head
@@ -139,11 +139,11 @@ def cache_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
             elements, divided = cached_elements(core, block)
             ranks = np.minimum(at.tp, core.kv_heads) if divided else 1.0
             total = total + elements * at.cache / ranks
-    found: Floats = total * stage_layers(shape, at) / len(shape.layers) / at.attention_dp / at.cp
+    found: Floats = total * _stage_layers(shape, at) / len(shape.layers) / at.attention_dp / at.cp
     return found
 
 
-def stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
+def _stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Layers of the fullest stage."""
     found: Floats = np.ceil(len(shape.layers) / at.pp)
     return found
@@ -168,7 +168,7 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
         hop = np.where(at.pp > 1, point_to_point(sent, at.tp, at.platform), hop)
     around = constants.step_time + constants.sequence_time * load.decode_batch
     step = layers + head + hop * (at.pp - 1) + around
-    share = stage_layers(shape, at) / len(shape.layers)
+    share = _stage_layers(shape, at) / len(shape.layers)
     stage = layers * share + np.where(at.pp > 1, hop, head + around)
     stage = np.where(at.pp > 1, np.maximum(stage, layers / at.pp + head + around), stage)
     return StepParts(step=step, stage=stage)

@@ -61,13 +61,13 @@ class StateSharing:
         return self.ranks * self.copies
 
 
-def local(block: BlockTerms, at: Layouts) -> Parameters:
+def local_parameters(block: BlockTerms, at: Layouts) -> Parameters:
     """Parameters of a block on one rank."""
     return _divided(block, "weights", at)
 
 
 def local_trained(block: BlockTerms, at: Layouts) -> Parameters:
-    """Those of `local` that are trained."""
+    """Those of `local_parameters` that are trained."""
     return _divided(block, "trained", at)
 
 
@@ -87,7 +87,7 @@ def _divided(block: BlockTerms, which: str, at: Layouts) -> Parameters:
     return Parameters(inside / at.tp + heads + outside, expert / (expert_tp(at) * at.ep))
 
 
-def sharing(at: Layouts) -> tuple[StateSharing, StateSharing]:
+def state_groups(at: Layouts) -> tuple[StateSharing, StateSharing]:
     """Who holds the same dense parameters, and who the same experts."""
     shard = np.minimum(at.shard, at.dp)
     dense = StateSharing(ranks=shard * at.cp, stride=stride("cp", at), copies=at.dp / shard)
@@ -114,7 +114,7 @@ def held(
             next one with it), and whose gradients ZeRO-2 holds whole until they are reduced.
     """
     found = [np.zeros_like(at.dp) for _ in range(3)]
-    for part, group in zip(("dense", "expert"), sharing(at), strict=True):
+    for part, group in zip(("dense", "expert"), state_groups(at), strict=True):
         whole, of_trained = getattr(parameters, part), getattr(trained, part)
         live, of_live = (np.where(group.ranks > 1, getattr(w, part), 0.0) for w in widest)
         found[0] = found[0] + constants.weight_bytes * np.where(

@@ -30,7 +30,13 @@ from hocket.cost.device import FittedDevice
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.machine import ClusterNumbers
-from hocket.cost.state import Parameters, StateSharing, local, local_trained, sharing
+from hocket.cost.state import (
+    Parameters,
+    StateSharing,
+    local_parameters,
+    local_trained,
+    state_groups,
+)
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
 EXCHANGE_LAUNCHES = 2.0
@@ -212,7 +218,7 @@ def _optimizer(held: Parameters, at: Layouts, platform: Platform) -> Floats:
 
 def _kinds(held: Parameters, at: Layouts) -> list[tuple[Floats, StateSharing]]:
     """Dense parameters and, where there are any, experts, each with the ranks that share them."""
-    dense, expert = sharing(at)
+    dense, expert = state_groups(at)
     found = [(held.dense, dense)]
     return [*found, (held.expert, expert)] if np.any(held.expert > 0) else found
 
@@ -239,7 +245,7 @@ def _sharded(
     )
     trained = local_trained(block, at)
     for part, (count, shared) in zip(
-        ("dense", "expert"), _kinds(local(block, at), at), strict=False
+        ("dense", "expert"), _kinds(local_parameters(block, at), at), strict=False
     ):
         calls = (constants.sharded_calls - 1) * constants.hop * shared.ranks
         size, ranks = constants.gradient_bytes * getattr(trained, part), shared.ranks

@@ -158,7 +158,7 @@ def terms(shape: ModelShape) -> Terms:
     )
 
 
-def stack(parts: Sequence[Any]) -> Any:
+def stack_terms(parts: Sequence[Any]) -> Any:
     """Several dataclasses of arrays as one whose arrays have a number for each.
 
     Tuples must be equally long and text equal in all: shapes of one structure.
@@ -168,10 +168,12 @@ def stack(parts: Sequence[Any]) -> Any:
         return np.concatenate([np.atleast_1d(p) for p in parts])
     if isinstance(first, tuple):
         assert all(len(p) == len(first) for p in parts), "shapes of different structure"
-        return tuple(stack([p[i] for p in parts]) for i in range(len(first)))
+        return tuple(stack_terms([p[i] for p in parts]) for i in range(len(first)))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        return type(first)(**{name: stack([getattr(p, name) for p in parts]) for name in names})
+        return type(first)(
+            **{name: stack_terms([getattr(p, name) for p in parts]) for name in names}
+        )
     assert all(p == first for p in parts), "shapes of different structure"
     return first
 
@@ -181,7 +183,7 @@ def _one(value: float) -> Floats:
 
 
 def structure(model: Terms) -> tuple[Any, ...]:
-    """What must be equal for `stack`."""
+    """What must be equal for `stack_terms`."""
     blocks = [block for _, block in model.kinds] + [model.embedding, model.head]
     return tuple(
         (

@@ -37,7 +37,7 @@ CHECKS = (
     *(
         _row(
             f"varlen-{name}", f"training's attention over {what}, forward and backward, compared "
-            "with an explicit mask", "varlen",
+            "with an explicit mask", "compare_windows",
             f"differences of at most {LIMITS['bf16']:g} of the largest entry", arguments=arguments,
             rehearsals=(CPU, FAKE),
         )
@@ -53,10 +53,11 @@ CHECKS = (
         _row(
             f"flex-{family.replace('_', '-')}", f"a step of a tiny {family} ({what}), fp32, 2,048 "
             "tokens, compared with transformers' eager code on the CPU; then one under "
-            "torch.cuda.set_sync_debug_mode", "flex", "the loss within 1e-5, each gradient within "
+            "torch.cuda.set_sync_debug_mode", "compare_flex",
+            "the loss within 1e-5, each gradient within "
             "1e-3 of its largest entry; less memory than a matrix of scores for each layer; no "
             "wait of the host (but for experts)", arguments={"family": family},
-            seconds=9.0, timeout=180.0, rehearsals=(FAKE,), fake="hocket.doctor.fake:flex",
+            seconds=9.0, timeout=180.0, rehearsals=(FAKE,), fake="hocket.doctor.fake:fake_flex",
             slow=True,
         )
         for family, what in (
@@ -87,7 +88,7 @@ CHECKS = (
 # --- training --------------------------------------------------------------------------------
 
 
-def varlen(
+def compare_windows(
     place: Place, *, window: bool = False, packed: bool = False, empty: int = 0
 ) -> CheckOutcome:
     """Attention by the boundaries of sequences, and by a mask made from their lengths.
@@ -131,7 +132,7 @@ def varlen(
         at = torch.arange(end - begin)
         distance = at.unsqueeze(1) - at
         explicit[begin:end, begin:end] = (distance >= 0) & (distance < seen)
-    call = attention.sdpa()
+    call = attention.sdpa_function()
     module: Any = torch.nn.Module()
     module.num_key_value_groups = heads // kv_heads
     module.is_causal = True
@@ -172,13 +173,13 @@ def sdpa_choice(place: Place) -> CheckOutcome:
     return place.outcome(cases=cases)
 
 
-def flex(place: Place, *, family: str) -> CheckOutcome:
+def compare_flex(place: Place, *, family: str) -> CheckOutcome:
     """Loss and gradients of a family whose attention flex attention computes."""
     import torch
 
     from hocket.doctor.families import FLEXIBLE
     from hocket.models import attention, rows
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
 
     length = FLEX_LENGTH
     config = {**FLEXIBLE[family], "max_position_embeddings": length}
@@ -189,7 +190,9 @@ def flex(place: Place, *, family: str) -> CheckOutcome:
     torch.set_float32_matmul_precision("highest")
 
     def model_of(implementation: str) -> Any:
-        made: Any = build(dict(config), device="cpu", dropout=0.0, attention=implementation)
+        made: Any = build_skeleton(
+            dict(config), device="cpu", dropout=0.0, attention=implementation
+        )
         for name, parameter in made.named_parameters():
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             drawn = torch.randn(parameter.shape, generator=generator)

@@ -32,7 +32,7 @@ CHECKS = (
     _row("resume", "three steps after loading a checkpoint, compared with three without", "resume",
          "losses within 1e-4"),
     _row("train-and-resume", "`hocket train` on one rank: 30 steps in bf16, compiled, with "
-         "evaluation and saving, and a resumption at step 20", "run",
+         "evaluation and saving, and a resumption at step 20", "resumed_run",
          "the loss falls by 1 or more; the resumed run ends within 0.05 of the first; every step "
          "reports its utilization where the GPU's peak is known", seconds=32.0, timeout=400.0,
          slow=True),
@@ -112,11 +112,11 @@ def resume(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def run(place: Place) -> CheckOutcome:
+def resumed_run(place: Place) -> CheckOutcome:
     """A run of one rank through the launcher, and the same resumed."""
     from hocket.doctor.model import catalogue
     from hocket.launch import Launcher
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
     from hocket.training import data
@@ -136,7 +136,7 @@ def run(place: Place) -> CheckOutcome:
         text = Path(name) / "text.txt"
         text.write_text("".join(f"line {i} holds {i * i} and no more.\n" for i in range(4000)))
         folder = RunFolder(Path(name) / "run")
-        data.prepare(
+        data.prepare_data(
             folder.data, byte_tokenizer(), [text], seq_len=job.workload.seq_len, global_batch=8
         )
         write_text(folder.schedule_file, str(build_schedule(layout, 2)))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.doctor.check import Cannot, CheckOutcome, GpuCheck
 from hocket.doctor.place import Place
-from hocket.doctor.steps import job_of
-from hocket.doctor.world import difference, ranks, tell, timed
+from hocket.doctor.steps import step_job
+from hocket.doctor.world import gradient_difference, ranks, tell, timed
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -36,9 +36,9 @@ CHECKS = (
 )  # fmt: skip
 
 
-def compiled(place: Place) -> CheckOutcome:
+def compare_compiled_step(place: Place) -> CheckOutcome:
     """Graph breaks and differences of a compiled step."""
-    job = job_of(place, "tp2")
+    job = step_job(place, "tp2")
     found = ranks(place, _HERE + "compiled_rank", 2, {"spec": job.to_json()})
     place.equal("graph breaks", max(values["breaks"] for values in found), 0)
     place.equal("whether graphs were made", min(values["graphs"] for values in found) > 0, True)
@@ -77,13 +77,13 @@ def compiled_rank(context: RankContext, payload: dict[str, Any]) -> None:
     tell(
         context, breaks=sum(counters["graph_break"].values()),
         graphs=counters["stats"]["unique_graphs"], loss=abs(loss - expected) / abs(expected),
-        gradient=difference(gradients, wanted),
+        gradient=gradient_difference(gradients, wanted),
     )  # fmt: skip
 
 
 def micro_pipeline(place: Place) -> CheckOutcome:
     """Seconds and gradients of a compiled step, with collectives in pieces and whole."""
-    job = job_of(place, "tp2:sequence_parallel=true")
+    job = step_job(place, "tp2:sequence_parallel=true")
     found = ranks(place, _HERE + "micro_pipeline_rank", 2, {"spec": job.to_json()})
     missing = [values["missing"] for values in found if values["missing"]]
     if missing:
@@ -136,5 +136,5 @@ def micro_pipeline_rank(context: RankContext, payload: dict[str, Any]) -> None:
             results.append({n: g.clone() for n, g in parallel.gradients().items()})
     except RuntimeError as error:
         missing = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    worst = difference(results[1], results[0]) if len(results) == 2 else 0.0
+    worst = gradient_difference(results[1], results[0]) if len(results) == 2 else 0.0
     tell(context, missing=missing, seconds=seconds, difference=worst)

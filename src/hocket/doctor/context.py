@@ -58,9 +58,9 @@ def attention_parts(place: Place) -> CheckOutcome:
     from hocket.runtime.context_parallel.attend import (
         Scores,
         WholeAttention,
-        attend,
         attend_backward,
-        merge,
+        attend_part,
+        merge_parts,
     )
 
     rows, heads, kv_heads, length, size = place.size((2, 16, 4, 2048, 128), (1, 4, 2, 32, 16))
@@ -74,15 +74,17 @@ def attention_parts(place: Place) -> CheckOutcome:
         # The second half of the queries sees the first half of the keys, all of them; each half
         # sees its own keys causally: the two kinds of a ring's steps.
         early, late = slice(None, half), slice(half, None)
-        out, lse = attend(
+        out, lse = attend_part(
             query[:, :, early], key[:, :, early], value[:, :, early], scores, None, True
         )
-        own, own_lse = attend(
+        own, own_lse = attend_part(
             query[:, :, late], key[:, :, late], value[:, :, late], scores, None, True
         )
         seeing = query[:, :, late]
-        found, found_lse = attend(seeing, key[:, :, early], value[:, :, early], scores, None, False)
-        merge(own, own_lse, found, found_lse)
+        found, found_lse = attend_part(
+            seeing, key[:, :, early], value[:, :, early], scores, None, False
+        )
+        merge_parts(own, own_lse, found, found_lse)
         whole_out, whole_lse = torch.cat([out, own], 2), torch.cat([lse, own_lse], 2)
         delta = (grad.float() * whole_out).sum(-1)
         whole = WholeAttention(grad, whole_out.to(grad.dtype), whole_lse, delta)
@@ -146,7 +148,7 @@ def attention_rank(context: RankContext, payload: dict[str, Any]) -> None:
     import torch
 
     from hocket.runtime.collectives import exchange
-    from hocket.runtime.context_parallel.attend import Scores, attend, attend_backward
+    from hocket.runtime.context_parallel.attend import Scores, attend_backward, attend_part
     from hocket.runtime.context_parallel.attend import WholeAttention as Whole
     from hocket.runtime.context_parallel.ring import Ring
     from hocket.runtime.context_parallel.split import token_indices
@@ -209,7 +211,7 @@ def attention_rank(context: RankContext, payload: dict[str, Any]) -> None:
     @torch.no_grad()
     def compute() -> None:  # as a step of the ring: its own block, then half a block
         for query, causal in ((own[0], True), (one, False)):
-            out, lse = attend(query, keys, values, scores, None, causal)
+            out, lse = attend_part(query, keys, values, scores, None, causal)
             grad = own[3][:, :, -query.shape[2] :]
             delta = (grad.float() * out).sum(-1)
             attend_backward(

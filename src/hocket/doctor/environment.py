@@ -214,7 +214,7 @@ def torch_cuda(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def capability(place: Place) -> CheckOutcome:
+def compute_capability(place: Place) -> CheckOutcome:
     """Compute capabilities, and the code of this build."""
     import torch
 
@@ -264,7 +264,7 @@ def fork(place: Place) -> CheckOutcome:
 
 
 @contextmanager
-def opened() -> Iterator[Any]:
+def nvml_opened() -> Iterator[Any]:
     """NVML's module, initialized.
 
     Raises:
@@ -304,7 +304,7 @@ class NvmlReport:
 
 @contextmanager
 def _gpus(place: Place) -> Iterator[NvmlReport]:
-    with opened() as nvml:
+    with nvml_opened() as nvml:
         asked = NvmlReport(nvml)
         place.values["gpus"] = len(asked.handles)
         yield asked
@@ -472,8 +472,8 @@ def peer_access(place: Place) -> CheckOutcome:
     """Peer access, by pair."""
     from hocket.probing import devices as probe
 
-    with opened() as nvml:
-        found = probe.read(nvml)
+    with nvml_opened() as nvml:
+        found = probe.read_nvml(nvml)
     place.values["pairs"] = len(found.pairs)
     place.values["with_peer_access"] = sum(pair.peer for pair in found.pairs)
     place.failures += [
@@ -488,8 +488,8 @@ def topology(place: Place) -> CheckOutcome:
     """Paths and NUMA nodes."""
     from hocket.probing import devices as probe
 
-    with opened() as nvml:
-        found = probe.read(nvml)
+    with nvml_opened() as nvml:
+        found = probe.read_nvml(nvml)
     for pair in found.pairs:
         place.values[f"gpu_{pair.first}_{pair.second}"] = pair.path
     unknown = [str(device.index) for device in found.devices if not device.numa_known]

@@ -28,7 +28,7 @@ def _row(name: str, what: str, **arguments: Any) -> GpuCheck:
     return GpuCheck(
         id=f"equal-{name}", group="equality", what=what, criterion=_CRITERION,
         function="hocket.doctor.equality:equal", arguments=arguments, seconds=1.5, timeout=90.0,
-        rehearsals=(CPU, FAKE), fake="hocket.doctor.fake:step",
+        rehearsals=(CPU, FAKE), fake="hocket.doctor.fake:fake_step",
         packages=("peft",) if "lora_rank" in arguments else (),
     )  # fmt: skip
 

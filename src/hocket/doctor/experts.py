@@ -86,13 +86,13 @@ def _block(place: Place, kind: Any) -> Any:
     import torch
 
     from hocket.doctor.families import FAMILIES
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.training.build import group_experts
 
     group_experts()
     sizes = place.size({"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64}, {})
     config = {**FAMILIES["mixtral"], "num_local_experts": EXPERTS, "num_hidden_layers": 1, **sizes}
-    model: Any = build(config, dropout=0.0)
+    model: Any = build_skeleton(config, dropout=0.0)
     model.config._experts_implementation = "grouped_mm"
     block = next(m for n, m in model.named_modules() if n.endswith(".experts"))
     for seed, (name, parameter) in enumerate(list(block.named_parameters(recurse=False))):

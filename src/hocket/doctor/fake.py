@@ -18,7 +18,7 @@ from hocket.doctor.place import Place
 GPU = "H100"
 
 
-def prepare() -> None:
+def load_fake() -> None:
     """Load the fake device. Call before torch is imported.
 
     Raises:
@@ -26,7 +26,7 @@ def prepare() -> None:
     """
     from hocket.rehearsal import device
 
-    device.load()
+    device.load_fake_device()
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def fake_cuda() -> Iterator[None]:
         yield
 
 
-def step(
+def fake_step(
     place: Place, *, family: str = "", model: str = "", layers: int | None = None,
     fields: str = "", dtype: str = "", rows: int = 4, **options: Any,
 ) -> CheckOutcome:  # fmt: skip
@@ -64,13 +64,13 @@ def step(
     return _told(place, [found])
 
 
-def layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
+def fake_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
     """A training step of every rank of a layout (equal ranks once), and whether it ends under
     NCCL's rules."""
     from hocket.doctor.model import spec
-    from hocket.doctor.multi_gpu import asked, model_of
+    from hocket.doctor.multi_gpu import check_options, model_of
 
-    rows = asked("", layout, "")["global_batch"]
+    rows = check_options("", layout, "")["global_batch"]
     job = spec(
         model_of(layout), layout=layout, dtype="bf16", rows=rows, device="cuda",
         context_parallel=attention,
@@ -78,26 +78,26 @@ def layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcom
     return _told(place, _played(place, job))
 
 
-def schedules(place: Place, *, stages: int) -> CheckOutcome:
+def fake_schedules(place: Place, *, stages: int) -> CheckOutcome:
     """A training step of every schedule, of every rank, and whether it ends under NCCL's rules.
 
     One layer a stage, which communicates as two do. Of eight ranks as many microbatches as ranks,
     or fewer in schedules in which that changes no order.
     """
-    from hocket.doctor.pipelines import SCHEDULES, job_of
+    from hocket.doctor.pipelines import SCHEDULES, pipeline_job
 
     executed = []
     for name, virtual in SCHEDULES.items():
         few = {"sequential": 2, "gpipe": stages // 2}.get(name, stages)
         count = 2 * stages if stages <= 4 else few
-        job = job_of(name, stages, "cuda", layers=virtual * stages, microbatches=count)
+        job = pipeline_job(name, stages, "cuda", layers=virtual * stages, microbatches=count)
         found = _played(place, job, f"{name}: ")
         place.equal(f"{name}: calls that make groups", max(each.calls for each in found), 0)
         executed += found
     return _told(place, executed)
 
 
-def microbatches(place: Place) -> CheckOutcome:
+def fake_microbatches(place: Place) -> CheckOutcome:
     """Peaks of activations of a step of few and of many microbatches."""
     from hocket.doctor.model import spec
     from hocket.doctor.pipelines import FEW, GROWTH, MANY
@@ -123,7 +123,7 @@ def _played(place: Place, job: Any, prefix: str = "") -> list[Any]:
     from hocket.jobs.prepare import scheduled
     from hocket.jobs.rehearse import REPLICA, RehearsedJob, device_of, representatives, traces_of
     from hocket.rehearsal.training import Rehearsal
-    from hocket.simulation.nccl import RULES, check
+    from hocket.simulation.nccl import RULES, simulate_nccl
 
     schedule = scheduled(job.layout)
     rehearsal = Rehearsal(job, schedule if schedule.num_stages > 1 else None, device_of(GPU))
@@ -134,7 +134,7 @@ def _played(place: Place, job: Any, prefix: str = "") -> list[Any]:
     if not any(found.error for found in executed.values()):
         traces = traces_of(executed, stands_for)
         for rule in RULES:
-            verdict = check(traces, rule)
+            verdict = simulate_nccl(traces, rule)
             place.values[f"ends_under_{rule}"] = verdict.ok
             if not verdict.ok:
                 waits = "; ".join(map(str, verdict.waiting[:2])) or "; ".join(
@@ -144,7 +144,7 @@ def _played(place: Place, job: Any, prefix: str = "") -> list[Any]:
     return list(executed.values())
 
 
-def served(
+def fake_server(
     place: Place, *, model: str = "llama-3.2-1b", layout: str = "tp1", dtype: str = "bf16",
     rows: int = 1, **options: Any,
 ) -> CheckOutcome:  # fmt: skip
@@ -188,7 +188,7 @@ def served(
     return _told(place, executed)
 
 
-def host_waits(place: Place) -> CheckOutcome:
+def fake_host_waits(place: Place) -> CheckOutcome:
     """Places where the host reads the device in the second of two training steps: none."""
     from hocket.doctor.model import spec
     from hocket.jobs.rehearse import device_of
@@ -200,7 +200,7 @@ def host_waits(place: Place) -> CheckOutcome:
     return _told(place, [found])
 
 
-def flex(place: Place, *, family: str) -> CheckOutcome:
+def fake_flex(place: Place, *, family: str) -> CheckOutcome:
     """A training step of a family with soft caps, sinks or unequal head sizes: all of its attention
     is flex attention, nothing of S x S is allocated, and the host reads nothing."""
     from hocket.doctor.attention import FLEX_LENGTH, scores_bytes

@@ -92,9 +92,9 @@ def whole_model(family: str, spread: float = 0.6) -> Any:
     """
     import torch
 
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
 
-    model: Any = build(SERVED[family], device="cpu", dropout=0.0)
+    model: Any = build_skeleton(SERVED[family], device="cpu", dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model.initialize_weights()

@@ -45,7 +45,7 @@ _WORDS = {
 _SILENT = ("hang", "stop")
 
 
-ENTRY = "hocket.doctor.faults:rank"
+ENTRY = "hocket.doctor.faults:fault_rank"
 """What each rank of a fault calls."""
 
 
@@ -135,19 +135,19 @@ def fault(place: Place, *, kind: str, ranks: int) -> CheckOutcome:
     return place.outcome()
 
 
-def rank(context: RankContext, payload: dict[str, Any]) -> None:
+def fault_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: joins, communicates, and the last one fails as asked."""
     import torch
 
     from hocket.runtime.collectives import all_reduce
-    from hocket.runtime.device import claim
+    from hocket.runtime.device import claim_device
     from hocket.runtime.mesh import Mesh
     from hocket.spec.layout import Layout
 
     context.expect(90.0)  # until the fault: contexts and communicators take their time
     cuda = context.device_kind == "cuda"
     device = torch.device("cuda", context.local_rank) if cuda else torch.device("cpu")
-    claim(device)
+    claim_device(device)
     watchdog = payload["kind"] == "watchdog"
     if context.world_size > 1:
         if watchdog:  # else ranks that a parent watches get hours
@@ -198,7 +198,7 @@ def memory_report(place: Place) -> CheckOutcome:
     from hocket.doctor.model import WIDE, TrainedModel, spec
     from hocket.runtime.memory_report import device_state
     from hocket.training.build import RankJob
-    from hocket.training.out_of_memory import explain, owners
+    from hocket.training.out_of_memory import explained_out_of_memory, job_owners
 
     job = spec(
         WIDE if place.on_gpu else BASE, seq_len=place.size(512, 16), rows=place.size(64, 4),
@@ -224,8 +224,8 @@ def memory_report(place: Place) -> CheckOutcome:
         parallel.forward_backward(trained.batches())
     except torch.OutOfMemoryError as error:
         state = device_state(error, parallel.mesh.device)
-        found = owners(made, state.allocated)
-        report = explain(error, made)
+        found = job_owners(made, state.allocated)
+        report = explained_out_of_memory(error, made)
     else:
         place.failures.append("the step did not run out of memory")
         return place.outcome()

@@ -33,7 +33,7 @@ CHECKS = (
     *(
         _row(
             f"groups-{layout.replace('.', '-')}", f"process groups of {layout}: seconds and device "
-            "memory of each communicator, and an all-reduce on each axis", "split",
+            "memory of each communicator, and an all-reduce on each axis", "split_groups",
             "sums are right, groups as the layout lists them, no call of new_group",
             arguments={"layout": layout}, gpus=gpus, rehearsals=("cpu",) if gpus <= 4 else (),
             unrehearsed="" if gpus <= 4 else "eight ranks are more than a small machine's cores; "
@@ -52,7 +52,7 @@ CHECKS = (
 # --- communicators ---------------------------------------------------------------------------
 
 
-def split(place: Place, *, layout: str) -> CheckOutcome:
+def split_groups(place: Place, *, layout: str) -> CheckOutcome:
     """The groups of a layout, as each rank made them."""
     from hocket.spec.layout import Layout
     from hocket.spec.process_groups import axis_groups, groups_of_rank

@@ -19,7 +19,7 @@ ONE_GPU, SEVERAL = 10.0, 40.0
 """Minutes that a report card may take."""
 
 
-def chosen(
+def chosen_checks(
     *, gpu: bool = False, only: Sequence[str] = (), groups: Sequence[str] = ()
 ) -> tuple[GpuCheck, ...]:
     """The checks: those named, else all with `gpu`, else the environment's.
@@ -34,7 +34,7 @@ def chosen(
     return select(only, groups)
 
 
-def folder(out: str | None, *, whole: bool) -> Path | None:
+def card_folder(out: str | None, *, whole: bool) -> Path | None:
     """The folder for the files, made and writable; None where none are written.
 
     Raises:
@@ -90,7 +90,7 @@ def listing(checks: Sequence[GpuCheck]) -> str:
     return "\n".join([*rows, "", f"{len(checks)} checks, about {total / 60:.0f} minutes on GPUs"])
 
 
-def line_text(line: CardLine, before: CardLine | None, checks: Sequence[GpuCheck]) -> str:
+def progress_text(line: CardLine, before: CardLine | None, checks: Sequence[GpuCheck]) -> str:
     """A line as it is printed while the checks go on, after the line `before`."""
     from hocket.reporting import card
 
@@ -99,21 +99,21 @@ def line_text(line: CardLine, before: CardLine | None, checks: Sequence[GpuCheck
     return "\n".join([*(["", heading] if heading else []), *card.line_text(line, width)])
 
 
-def summary(report: ReportCard) -> str:
+def card_summary(report: ReportCard) -> str:
     """The counts, and whether a GPU executed the checks."""
     from hocket.reporting import card
 
-    return card.summary(report)
+    return card.card_counts(report)
 
 
-def write(card: ReportCard, folder: Path) -> tuple[Path, Path]:
+def write_card(card: ReportCard, folder: Path) -> tuple[Path, Path]:
     """Write the JSON and the page; returns their paths."""
-    from hocket.reporting.card_page import page
+    from hocket.reporting.card_page import card_html
     from hocket.spec.files import named
     from hocket.spec.run import write_text
 
     files = folder / f"{NAME}.json", folder / f"{NAME}.html"
-    for path, content in zip(files, (card.to_json(), page(card)), strict=True):
+    for path, content in zip(files, (card.to_json(), card_html(card)), strict=True):
         with named(path):
             write_text(path, content + "\n")
     return files

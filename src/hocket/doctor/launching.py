@@ -62,7 +62,7 @@ CHECKS = (
 # --- claiming a GPU --------------------------------------------------------------------------
 
 
-def claim(place: Place) -> CheckOutcome:
+def claim_messages(place: Place) -> CheckOutcome:
     """Notes and refusals of a busy and of a hidden GPU, each found in a process of its own."""
     hidden = _in_child(_hidden)
     place.values["hidden"] = str(hidden)
@@ -122,7 +122,7 @@ def _hidden() -> Any:
 def _claimed() -> Any:
     import torch
 
-    from hocket.runtime.device import claim as claimed
+    from hocket.runtime.device import claim_device as claimed
 
     return claimed(torch.device("cuda", 0))
 
@@ -146,7 +146,7 @@ def _hold(says: int, asked: int, holds: int) -> None:
 # --- settings --------------------------------------------------------------------------------
 
 
-def settings(place: Place) -> CheckOutcome:
+def inherited_settings(place: Place) -> CheckOutcome:
     """Variables and allocator of a rank that starts as on a GPU."""
     from hocket.launch import Launcher
     from hocket.launch.gpus import rank_settings
@@ -181,7 +181,7 @@ def settings_rank(context: RankContext, payload: dict[str, Any]) -> None:
     if payload["gpu"]:
         import torch
 
-        from hocket.runtime.device import claim as claimed
+        from hocket.runtime.device import claim_device as claimed
 
         claimed(torch.device("cuda", context.local_rank))
         snapshot: Any = torch.cuda.memory._snapshot()
@@ -195,9 +195,9 @@ def settings_rank(context: RankContext, payload: dict[str, Any]) -> None:
 
 def _used() -> list[int]:
     """Bytes in use of every GPU, as NVML counts all processes'."""
-    from hocket.doctor.environment import opened
+    from hocket.doctor.environment import nvml_opened
 
-    with opened() as nvml:
+    with nvml_opened() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         memories = [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
         return [int(each.total - each.free) for each in memories]

@@ -25,16 +25,17 @@ _row = row_of(
 
 CHECKS = (
     _row("offload-activations", "activations in host memory: ten steps, compared with none "
-         "offloaded", "offload", "losses within 1e-4, and less than 0.6 of the activations' peak"),
+         "offloaded", "offload_memory",
+         "losses within 1e-4, and less than 0.6 of the activations' peak"),
     _row("offload-optimizer", "optimizer state in host memory: bytes of the GPU between steps",
          "optimizer", "less by 90% of the state's 12 bytes a parameter or more"),
-    _row("recompute", "every layer recomputed: peak of a step", "recompute",
+    _row("recompute", "every layer recomputed: peak of a step", "recompute_memory",
          "less than 0.6 of the activations' peak"),
-    _row("steady", "bytes in use after the 3rd and after the 10th step", "steady", "equal"),
+    _row("steady", "bytes in use after the 3rd and after the 10th step", "steady_memory", "equal"),
     _row("fragments", "bytes reserved from the driver and bytes in use at the peak of training a "
          "1B Llama", "fragments", "reserved at most 1.15 times what is in use", memory=60 * GB,
          seconds=8.0),
-    _row("fp8-learns", "ten steps in fp8, compared with bf16", "fp8",
+    _row("fp8-learns", "ten steps in fp8, compared with bf16", "fp8_memory",
          "losses within 5% and not equal", capability=(8, 9), packages=("torchao",), rehearsals=(),
          unrehearsed="training in fp8 is rejected without tensor cores that multiply it"),
 )  # fmt: skip
@@ -92,7 +93,7 @@ def _less(place: Place, name: str, found: int, whole: int, share: float) -> None
         place.failures.append(f"{name}: {found} bytes, not less than {share:g} of {whole}")
 
 
-def offload(place: Place) -> CheckOutcome:
+def offload_memory(place: Place) -> CheckOutcome:
     """Activations on the GPU, and in host memory."""
     if not place.on_gpu:  # a CPU rank's activations are in host memory already
         plain, moved = steps(place, 3), steps(place, 3)
@@ -113,7 +114,7 @@ def optimizer(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def recompute(place: Place) -> CheckOutcome:
+def recompute_memory(place: Place) -> CheckOutcome:
     """The peak with and without recomputation."""
     count = place.size(3, 2)
     plain, less = steps(place, count), steps(place, count, "recompute=full")
@@ -122,7 +123,7 @@ def recompute(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def steady(place: Place) -> CheckOutcome:
+def steady_memory(place: Place) -> CheckOutcome:
     """Bytes in use while training goes on."""
     found = steps(place, 10)["in_use"]
     place.values |= {"bytes_after_3": found[2], "bytes_after_10": found[-1]}
@@ -151,7 +152,7 @@ def fragments(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def fp8(place: Place) -> CheckOutcome:
+def fp8_memory(place: Place) -> CheckOutcome:
     """Losses in fp8 and in bf16."""
     wide, narrow = steps(place, 10), steps(place, 10, dtype="fp8")
     place.equal("losses in fp8 equal those in bf16", narrow["losses"] == wide["losses"], False)

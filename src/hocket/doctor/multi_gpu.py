@@ -90,9 +90,10 @@ _row = row_of(
 CHECKS = (
     *(
         _row(
-            f"layout-{name}", f"`hocket check` at {text}{f', {note}' if note else ''}", "layout",
+            f"layout-{name}", f"`hocket check` at {text}{f', {note}' if note else ''}",
+            "compare_layout",
             _EQUAL, arguments={"layout": text, **_MORE.get(name, {})}, gpus=_size(text),
-            fake="hocket.doctor.fake:layout",
+            fake="hocket.doctor.fake:fake_layout",
             # Eight ranks are more than a small machine's cores.
             rehearsals=(CPU, FAKE) if _size(text) <= 4 else (FAKE,),
         )
@@ -113,16 +114,17 @@ CHECKS = (
             f"overlap-{name}", f"training at {text}: communication that computation hides",
             "overlap", f"{HIDDEN:.0%} or more is hidden", arguments={"layout": text},
             capability=(8, 0), seconds=40.0, rehearsals=(CPU, FAKE),
-            fake="hocket.doctor.fake:layout",
+            fake="hocket.doctor.fake:fake_layout",
         )
         for name, text in (("dp2", "dp2"), ("zero2", "dp2:zero=2"), ("zero3", "dp2:zero=3"))
     ),
     _row("generate-tp2", "greedy answers of a tiny Llama at tp2, whose decode steps are captured "
-         "in CUDA graphs with their collectives, compared with one GPU", "generate",
+         "in CUDA graphs with their collectives, compared with one GPU", "compare_generation",
          "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
          arguments={"layout": "tp2"}),
     _row("generate-ep2", "greedy answers of a tiny Mixtral at dp2.ep2, whose decode steps are "
-         "captured in CUDA graphs with the exchange of tokens, compared with one GPU", "generate",
+         "captured in CUDA graphs with the exchange of tokens, compared with one GPU",
+         "compare_generation",
          "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
          arguments={"layout": "dp2.ep2"}),
     _row("one-gpu-nccl", "two ranks on one GPU, joined by NCCL", "one_gpu",
@@ -144,20 +146,20 @@ def model_of(layout: str) -> dict[str, Any]:
     return DEEP if _size(layout) > 4 else BASE
 
 
-def layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
+def compare_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
     """Ranks of a layout, compared with one process."""
     import tempfile
     from pathlib import Path
 
     from hocket.doctor.speed import saved_model
-    from hocket.jobs.check import check
+    from hocket.jobs.check import check_layout
     from hocket.jobs.request import request
 
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:
         config = FAMILIES["mixtral"] if ".ep" in layout else DEEP
         saved_model(Place("cpu"), config, Path(folder))
-        options = {**asked(folder, layout, place.kind), "context_parallel": attention}
-        report = check(request(options))
+        options = {**check_options(folder, layout, place.kind), "context_parallel": attention}
+        report = check_layout(request(options))
     place.failures += report.failures[:3]
     return place.outcome(
         ranks=report.world_size, loss=report.steps[-1].loss,
@@ -166,7 +168,7 @@ def layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcom
     )  # fmt: skip
 
 
-def asked(model: str, layout: str, device: str) -> dict[str, Any]:
+def check_options(model: str, layout: str, device: str) -> dict[str, Any]:
     """The options of `hocket check` for a row's layout."""
     rows = 32 if "microbatches=16" in layout else 16
     return {"model": model, "layout": layout, "steps": 3, "seq_len": 32, "global_batch": rows,
@@ -304,10 +306,10 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.doctor.model import TrainedModel
     from hocket.spec.layout import Layout
     from hocket.spec.run import RunSpec, Workload
-    from hocket.training.build import build
+    from hocket.training.build import build_rank_job
 
     job = RunSpec.from_json(payload["spec"])
-    made = build(job, context)
+    made = build_rank_job(job, context)
     device = made.mesh.device
     cuda = device.type == "cuda"
     alone = dataclasses.replace(
@@ -353,7 +355,7 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
 # --- serving, and one GPU --------------------------------------------------------------------
 
 
-def generate(place: Place, *, layout: str) -> CheckOutcome:
+def compare_generation(place: Place, *, layout: str) -> CheckOutcome:
     """Greedy answers of a split model and of a whole one."""
     import tempfile
     from pathlib import Path
@@ -403,11 +405,11 @@ def one_gpu_rank(context: RankContext, payload: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from hocket.runtime.device import claim
+    from hocket.runtime.device import claim_device
 
     cuda = context.device_kind == "cuda"
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    claim(device)
+    claim_device(device)
     context.init_process_group(payload["backend"], device if payload["backend"] == "nccl" else None)
     rank = context.rank
     results: dict[str, str] = {}

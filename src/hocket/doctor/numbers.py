@@ -45,7 +45,8 @@ CHECKS = (
         _row(
             f"sdpa-{backend}-{dtype}",
             f"causal attention with grouped heads, torch's {backend} kernel, forward and backward",
-            "sdpa", dtype, arguments={"backend": backend}, rehearsals=(CPU,) if backend == "math"
+            "compare_sdpa", dtype, arguments={"backend": backend}, rehearsals=(CPU,
+            ) if backend == "math"
             else _BOTH,
         )
         for backend, dtype in (
@@ -59,7 +60,7 @@ CHECKS = (
     ),
     _row(
         "varlen-bf16", "variable-length attention over packed documents, forward and backward, "
-        "compared with each document alone", "varlen", "bf16", rehearsals=_BOTH,
+        "compared with each document alone", "compare_varlen", "bf16", rehearsals=_BOTH,
     ),
     *(
         _row(
@@ -79,7 +80,7 @@ CHECKS = (
     *(
         _row(
             f"matmul-{dtype}", "matrix multiplication of a linear layer, forward and backward",
-            "matmul", dtype, seconds=0.5,
+            "compare_matmul", dtype, seconds=0.5,
         )
         for dtype in ("bf16", "fp32")
     ),
@@ -98,7 +99,8 @@ CHECKS = (
     *(
         _row(
             f"experts-{dtype}", "a mixture-of-experts block of transformers in its grouped form, "
-            "forward and backward, compared with its loop", "experts", dtype, rehearsals=(CPU,),
+            "forward and backward, compared with its loop", "compare_experts", dtype,
+            rehearsals=(CPU,),
         )
         for dtype in ("bf16", "fp32")
     ),
@@ -109,7 +111,8 @@ CHECKS = (
         for dtype in ("bf16", "fp32")
     ),
     _row(
-        "fp8-linear", "a linear layer in fp8, forward and backward, compared with bf16", "fp8",
+        "fp8-linear", "a linear layer in fp8, forward and backward, compared with bf16",
+        "compare_fp8",
         capability=(8, 9), packages=("torchao",), criterion="differences of at most 0.1 of the "
         "largest entry", rehearsals=(CPU,),
     ),
@@ -124,11 +127,12 @@ CHECKS = (
     ),
     _row(
         "recompute", "activation checkpointing of every layer with dropout, compared with none",
-        "recompute", criterion="loss and gradients are equal within 1e-5", rehearsals=(CPU,),
+        "compare_recompute", criterion="loss and gradients are equal within 1e-5", rehearsals=(CPU,
+        ),
     ),
     _row(
         "compile", "torch.compile of every layer of two, loss and gradients compared with eager",
-        "compiled", criterion="differences of at most 1e-4, no graph break", seconds=12.0,
+        "compare_compiled", criterion="differences of at most 1e-4, no graph break", seconds=12.0,
         timeout=180.0, slow=True, rehearsals=(CPU,),
     ),
 )  # fmt: skip
@@ -180,7 +184,7 @@ def _causal(place: Place, size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=place.device).tril()
 
 
-def sdpa(place: Place, *, backend: str, dtype: str) -> CheckOutcome:
+def compare_sdpa(place: Place, *, backend: str, dtype: str) -> CheckOutcome:
     """Causal attention by one of torch's kernels. On a CPU by those that it has."""
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -225,7 +229,7 @@ def sdpa_mask(place: Place, *, dtype: str) -> CheckOutcome:
     return place.outcome()
 
 
-def varlen(place: Place, *, dtype: str) -> CheckOutcome:
+def compare_varlen(place: Place, *, dtype: str) -> CheckOutcome:
     """Packed documents in one call, and one after the other."""
     import torch
     import torch.nn.functional as F
@@ -322,7 +326,7 @@ def adamw(place: Place, *, dtype: str) -> CheckOutcome:
     return place.outcome()
 
 
-def matmul(place: Place, *, dtype: str) -> CheckOutcome:
+def compare_matmul(place: Place, *, dtype: str) -> CheckOutcome:
     """x W' in one dtype and in fp64."""
     _exact(place, dtype)
     rows, inner, outer = place.size((1024, 4096, 1024), (8, 32, 16))
@@ -353,7 +357,7 @@ def grouped(place: Place, *, dtype: str, triton: bool = False) -> CheckOutcome:
     return place.outcome()
 
 
-def experts(place: Place, *, dtype: str) -> CheckOutcome:
+def compare_experts(place: Place, *, dtype: str) -> CheckOutcome:
     """Mixtral's experts as transformers computes them grouped, and one expert after the other."""
     import torch
 
@@ -397,7 +401,7 @@ def rms_norm(place: Place, *, dtype: str) -> CheckOutcome:
     return place.outcome()
 
 
-def fp8(place: Place) -> CheckOutcome:
+def compare_fp8(place: Place) -> CheckOutcome:
     """A linear layer through torchao's float8, and in bf16. In a rehearsal emulated."""
     import torch
 
@@ -406,7 +410,7 @@ def fp8(place: Place) -> CheckOutcome:
     x = place.draw(*place.size((2048, 2048), (32, 64)), dtype=torch.bfloat16, seed=1, grad=True)
     outer = place.size(4096, 32)
     weight = place.draw(outer, x.shape[1], dtype=torch.bfloat16, seed=2, grad=True)
-    multiply = ours.product(emulate=not place.on_gpu)
+    multiply = ours.fp8_matmul(emulate=not place.on_gpu)
     out = multiply(x, weight.t())
     expected = x.double() @ weight.double().t()
     _compare_backward(place, out, expected, {"input": x, "weight": weight}, 0.1)
@@ -461,7 +465,7 @@ def dropout(place: Place) -> CheckOutcome:
     return place.outcome(kept_share=kept)
 
 
-def recompute(place: Place) -> CheckOutcome:
+def compare_recompute(place: Place) -> CheckOutcome:
     """Losses and gradients of one step, with and without activation checkpointing."""
     from hocket.doctor.model import gradients_of
 
@@ -470,7 +474,7 @@ def recompute(place: Place) -> CheckOutcome:
     return _same_step(place, (loss, found), (plain_loss, plain), 1e-5)
 
 
-def compiled(place: Place) -> CheckOutcome:
+def compare_compiled(place: Place) -> CheckOutcome:
     """Losses and gradients of one step, compiled and eager."""
     import torch._dynamo
 

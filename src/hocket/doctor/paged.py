@@ -84,7 +84,9 @@ class ToyScheduler:
         )
 
 
-def compare(scheduler: ToyScheduler, run: Any, expected: list[Any], only: Any = None) -> float:
+def compare_pages(
+    scheduler: ToyScheduler, run: Any, expected: list[Any], only: Any = None
+) -> float:
     """Run all that is left; the largest difference from the expected logits [S, V] by sequence."""
     worst = 0.0
     while (plan := scheduler.plan(only)) is not None:

@@ -17,7 +17,7 @@ from hocket.doctor.check import CPU, FAKE, CheckOutcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, catalogue, spec
 from hocket.doctor.place import Place
-from hocket.doctor.world import difference, place_of, ranks, tell
+from hocket.doctor.world import gradient_difference, place_of, ranks, tell
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -46,11 +46,12 @@ CHECKS = (
     *(
         _row(
             f"pipeline-pp{stages}", f"{', '.join(SCHEDULES)} at pp{stages}: two steps and an "
-            "evaluation, compared with one rank", "schedules",
+            "evaluation, compared with one rank", "compare_schedules",
             "losses within 1e-5, after the step 1e-4, each gradient within 1e-4 of its largest "
             "entry; one communicator", arguments={"stages": stages}, gpus=stages, seconds=seconds,
             # Eight ranks are more than a small machine's cores.
-            rehearsals=(CPU, FAKE) if stages <= 4 else (FAKE,), fake="hocket.doctor.fake:schedules",
+            rehearsals=(CPU, FAKE) if stages <= 4 else (FAKE,),
+            fake="hocket.doctor.fake:fake_schedules",
         )
         for stages, seconds in ((2, 25.0), (4, 30.0), (8, 35.0))
     ),
@@ -60,16 +61,18 @@ CHECKS = (
     ),
     _row(
         "pipeline-memory", f"peak of a 1F1B step at pp2 of {FEW} and of {MANY} microbatches",
-        "memory", f"at most {GROWTH:g} times on every rank", capability=(8, 0), seconds=20.0,
-        rehearsals=(FAKE,), fake="hocket.doctor.fake:microbatches",
+        "pipeline_memory", f"at most {GROWTH:g} times on every rank", capability=(8, 0),
+        seconds=20.0,
+        rehearsals=(FAKE,), fake="hocket.doctor.fake:fake_microbatches",
     ),
     *(
         _row(
             f"serve-{layout}", f"greedy answers of 8 layers of Llama 3.2 1B at {layout}: tokens "
             "and seconds, compared with one GPU, which computes the same stages in turn",
-            "serve", f"the same tokens, and at most {SERVED:g} times the seconds of each",
+            "time_pipeline_answer",
+            f"the same tokens, and at most {SERVED:g} times the seconds of each",
             arguments={"layout": layout}, gpus=gpus, capability=(8, 0), seconds=45.0,
-            rehearsals=(CPU, FAKE), fake="hocket.doctor.fake:served",
+            rehearsals=(CPU, FAKE), fake="hocket.doctor.fake:fake_server",
         )
         for layout, gpus in (("pp2", 2), ("pp3", 3))
     ),
@@ -79,7 +82,7 @@ CHECKS = (
 # --- every schedule --------------------------------------------------------------------------
 
 
-def job_of(
+def pipeline_job(
     schedule: str, stages: int, device: str, *, layers: int = 0, microbatches: int = 0
 ) -> RunSpec:
     """A small Llama, by default of two layers a rank, and twice as many microbatches as ranks."""
@@ -91,7 +94,7 @@ def job_of(
     )  # fmt: skip
 
 
-def schedules(place: Place, *, stages: int) -> CheckOutcome:
+def compare_schedules(place: Place, *, stages: int) -> CheckOutcome:
     """Differences of each schedule from one rank."""
     found = ranks(place, _HERE + "schedules_rank", stages, {"stages": stages})
     for schedule in SCHEDULES:
@@ -111,19 +114,19 @@ def schedules_rank(context: RankContext, payload: dict[str, Any]) -> None:
 
     from hocket.doctor.model import TrainedModel, batches
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.training.build import build_model, build_optimizer, join_world
 
     place, stages = place_of(context), payload["stages"]
-    first = job_of("gpipe", stages, place.kind)
+    first = pipeline_job("gpipe", stages, place.kind)
     joined = join_world(first, context)
     alone = dataclasses.replace(first, layout=Layout(microbatches=2 * stages))
     expected = _losses(TrainedModel(place, alone), batches(alone, joined.device))
     differences = {}
     for name in SCHEDULES:
         context.beat()
-        job = job_of(name, stages, place.kind)
+        job = pipeline_job(name, stages, place.kind)
         mesh = Mesh(job.layout, context.rank, joined.device, joined.recorder)
         schedule = build_schedule(job.layout, 2 * stages)
         _, _, _, parallel = build_model(job, mesh, schedule)
@@ -157,7 +160,9 @@ def _differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, f
     errors = {}
     for name in ("loss", "second_loss", "held_out_loss"):
         errors[name] = abs(found[name] - expected[name]) / abs(expected[name])
-    errors["gradient"] = difference(found["gradients"], expected["gradients"], partial=True)
+    errors["gradient"] = gradient_difference(
+        found["gradients"], expected["gradients"], partial=True
+    )
     return {k: math.inf if math.isnan(v) else v for k, v in errors.items()}
 
 
@@ -176,7 +181,7 @@ def _timed_job(place: Place, microbatches: int) -> RunSpec:
 
 def seconds(place: Place) -> CheckOutcome:
     """The span of a measured step's compute, and of the step that is simulated from it."""
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.simulation.measured import measured_prices
     from hocket.simulation.simulate import simulate
     from hocket.spec.timeline import Event, Timeline
@@ -197,13 +202,13 @@ def seconds(place: Place) -> CheckOutcome:
 def seconds_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: a recorded step after three others."""
     from hocket.doctor.model import batches
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.run import RunSpec
-    from hocket.training.build import build
+    from hocket.training.build import build_rank_job
     from hocket.training.timeline import recorded
 
     job = RunSpec.from_json(payload["spec"])
-    made = build(job, context, build_schedule(job.layout, job.layout.microbatches or 1))
+    made = build_rank_job(job, context, build_schedule(job.layout, job.layout.microbatches or 1))
     microbatches = batches(job, made.mesh.device)
     tokens = job.workload.global_batch * job.workload.seq_len
     for _ in range(3):
@@ -214,7 +219,7 @@ def seconds_rank(context: RankContext, payload: dict[str, Any]) -> None:
     tell(context, events=[e for e in events if e["stage"] is not None])
 
 
-def memory(place: Place) -> CheckOutcome:
+def pipeline_memory(place: Place) -> CheckOutcome:
     """Peaks of a step above what was in use before it."""
     jobs = [_timed_job(place, count).to_json() for count in (FEW, MANY)]
     found = ranks(place, _HERE + "memory_rank", 2, {"specs": jobs})
@@ -236,7 +241,7 @@ def memory_rank(context: RankContext, payload: dict[str, Any]) -> None:
 
     from hocket.doctor.model import batches
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.run import RunSpec
     from hocket.training.build import build_model, join_world
 
@@ -264,7 +269,7 @@ def memory_rank(context: RankContext, payload: dict[str, Any]) -> None:
 # --- serving ---------------------------------------------------------------------------------
 
 
-def serve(place: Place, *, layout: str) -> CheckOutcome:
+def time_pipeline_answer(place: Place, *, layout: str) -> CheckOutcome:
     """Tokens and seconds of one answer, of one GPU and of a pipeline."""
     import tempfile
     from pathlib import Path

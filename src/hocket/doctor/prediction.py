@@ -34,15 +34,17 @@ _row = row_of(
 
 
 CHECKS = (
-    _row("step", "seconds of a training step of Llama 3.2 1B at sequence length 2,048", "step",
+    _row("step", "seconds of a training step of Llama 3.2 1B at sequence length 2,048",
+    "predicted_step",
          f"predicted within {SECONDS:.0%}", memory=50 * GB, seconds=20.0, timeout=240.0),
     _row("memory", "peak bytes of a training step of Llama 3.2 1B: measured, predicted, and "
-         "rehearsed on fake tensors", "memory", f"predicted within {BYTES:.0%}, rehearsed within "
+         "rehearsed on fake tensors", "predicted_memory",
+         f"predicted within {BYTES:.0%}, rehearsed within "
          f"{REHEARSED:.0%}", memory=50 * GB, seconds=15.0),
-    _row("decode", "seconds of a decode step of Llama 3.2 1B at batch 1", "decode",
+    _row("decode", "seconds of a decode step of Llama 3.2 1B at batch 1", "predicted_decode",
          f"predicted within {SECONDS:.0%}", memory=8 * GB, seconds=6.0),
     _row("matmul", "seconds of the matrix multiplications of a layer of Llama 3 8B at 4,096 tokens",
-         "matmul", f"predicted within {SECONDS:.0%}", seconds=4.0),
+         "predicted_matmul", f"predicted within {SECONDS:.0%}", seconds=4.0),
 )  # fmt: skip
 
 
@@ -58,7 +60,7 @@ def _trained(place: Place, *, compile: bool) -> tuple[TrainedModel, list[Any]]:
     return trained, trained.batches()
 
 
-def step(place: Place) -> CheckOutcome:
+def predicted_step(place: Place) -> CheckOutcome:
     """Seconds of a step."""
     from hocket.doctor.speed import predict_step
 
@@ -73,11 +75,11 @@ def step(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def memory(place: Place) -> CheckOutcome:
+def predicted_memory(place: Place) -> CheckOutcome:
     """Bytes of a step."""
     import torch
 
-    from hocket.doctor.rehearsed import rehearsing, result
+    from hocket.doctor.rehearsed import rehearsal_result, rehearsing
     from hocket.doctor.speed import predict_step
     from hocket.models.rows import note_documents, one_sequence_each
 
@@ -93,7 +95,7 @@ def memory(place: Place) -> CheckOutcome:
             for _ in range(2):
                 trained.step(batches)
         torch.cuda.synchronize()
-        rehearsal = result(future)
+        rehearsal = rehearsal_result(future)
     measured = float(torch.cuda.max_memory_allocated())
     rehearsed = float(rehearsal.report.peak_bytes[0]["total"])
     place.near("rehearsed_peak_bytes", measured, rehearsed, REHEARSED)
@@ -104,7 +106,7 @@ def memory(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def decode(place: Place) -> CheckOutcome:
+def predicted_decode(place: Place) -> CheckOutcome:
     """Seconds of a decode step."""
     from hocket.doctor.speed import Decoding, predict_decode
 
@@ -121,7 +123,7 @@ def decode(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def matmul(place: Place) -> CheckOutcome:
+def predicted_matmul(place: Place) -> CheckOutcome:
     """Seconds of a layer's matrix multiplications, forward, as the cost model counts them."""
     import torch
 
@@ -154,9 +156,9 @@ def predicted_matmuls(place: Place, tokens: int, shapes: list[tuple[int, int]]) 
 
     from hocket.catalogue import hardware
     from hocket.cost.constants import Platform
-    from hocket.cost.device import product
+    from hocket.cost.device import matmul_seconds
     from hocket.doctor.place import catalogue_name
-    from hocket.jobs.plan import shape_of
+    from hocket.jobs.plan import model_shape
     from hocket.planning.problem import Problem
     from hocket.spec.errors import OptionError
 
@@ -165,10 +167,13 @@ def predicted_matmuls(place: Place, tokens: int, shapes: list[tuple[int, int]]) 
     except OptionError as error:
         raise Cannot(error.message) from None
     problem = Problem(
-        shape=shape_of("llama-3-8b"), cluster=hardware.cluster(f"1x{gpu}"), seq_len=tokens,
+        shape=model_shape("llama-3-8b"), cluster=hardware.cluster(f"1x{gpu}"), seq_len=tokens,
         global_batch=1,
     )  # fmt: skip
     platform = Platform(problem.machine, problem.constants)
     rows = np.array([float(tokens)])
-    each = [product(rows, np.array([float(n)]), np.array([float(k)]), platform) for k, n in shapes]
+    each = [
+        matmul_seconds(rows, np.array([float(n)]), np.array([float(k)]), platform)
+        for k, n in shapes
+    ]
     return float(sum(seconds[0] for seconds in each))

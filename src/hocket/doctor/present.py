@@ -38,7 +38,7 @@ class PresentGpus:
 
 def present() -> PresentGpus:
     """Look at this machine; milliseconds."""
-    found = devices.find()
+    found = devices.find_devices()
     here = host.host()
     torch = util.find_spec("torch") is not None
     names = tuple(device.name for device in found.devices)

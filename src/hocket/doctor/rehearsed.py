@@ -46,7 +46,7 @@ CHECKS = (
         _row(
             f"predict-rehearsal-{family}", f"training steps of a 100M {family} under "
             "torch.cuda.set_sync_debug_mode, then under torch's profiler: waits of the host and "
-            "attention kernels, compared with the rehearsal of the same step", "step",
+            "attention kernels, compared with the rehearsal of the same step", "compare_step",
             "no wait of the host, as rehearsed; the same attention kernels, as often",
             group="prediction", arguments={"family": family}, capability=capability,
             seconds=8.0, slow=True,
@@ -56,7 +56,7 @@ CHECKS = (
     *(
         _row(
             f"rehearsal-{name}", f"collectives of a step at {layout}: their order on every rank, "
-            "compared with the rehearsal of the same job", "order",
+            "compared with the rehearsal of the same job", "compare_order",
             "the same operations over the same axes, in the same order, and the same bytes",
             group="multi-gpu", arguments={"layout": layout}, gpus=gpus, capability=(8, 0),
             seconds=15.0, slow=True,
@@ -74,7 +74,7 @@ def rehearsing(place: Place, job: RunSpec, which: str) -> Iterator[Future[Rehear
     """The rehearsal of a job, in processes that are started now.
 
     Args:
-        which: ranks, as `jobs.rehearse.rehearse` takes them.
+        which: ranks, as `jobs.rehearse.rehearse_job` takes them.
 
     Raises:
         Cannot: this GPU is not in the catalogue, or there is no C++ compiler.
@@ -82,7 +82,7 @@ def rehearsing(place: Place, job: RunSpec, which: str) -> Iterator[Future[Rehear
     import dataclasses
 
     from hocket.jobs.prepare import scheduled
-    from hocket.jobs.rehearse import GPU, RehearsedJob, device_of, rehearse
+    from hocket.jobs.rehearse import GPU, RehearsedJob, device_of, rehearse_job
     from hocket.spec.errors import OptionError
 
     try:
@@ -92,10 +92,10 @@ def rehearsing(place: Place, job: RunSpec, which: str) -> Iterator[Future[Rehear
     on_cuda = dataclasses.replace(job, options=dataclasses.replace(job.options, device="cuda"))
     asked = RehearsedJob(spec=on_cuda, schedule=scheduled(job.layout), device=device)
     with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(rehearse, asked, ranks=which)
+        yield thread.submit(rehearse_job, asked, ranks=which)
 
 
-def result(found: Future[Rehearsed]) -> Rehearsed:
+def rehearsal_result(found: Future[Rehearsed]) -> Rehearsed:
     """The rehearsal, waited for. Raises Cannot: no C++ compiler."""
     from hocket.spec.errors import OptionError
 
@@ -108,7 +108,7 @@ def result(found: Future[Rehearsed]) -> Rehearsed:
 # --- one GPU ---------------------------------------------------------------------------------
 
 
-def step(place: Place, *, family: str) -> CheckOutcome:
+def compare_step(place: Place, *, family: str) -> CheckOutcome:
     """Waits and kernels of a step, and those of its rehearsal."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -140,7 +140,7 @@ def step(place: Place, *, family: str) -> CheckOutcome:
             with profile(activities=activities) as profiled:
                 trained.step(microbatches)
                 place.synchronize()
-        rehearsal = result(future)
+        rehearsal = rehearsal_result(future)
     names = Counter(event.name.removeprefix("aten::") for event in profiled.events())
     kernels: Counter[str] = Counter()
     for name, kernel in OPERATIONS.items():
@@ -175,7 +175,7 @@ def _where(error: BaseException) -> str:
 # --- several GPUs ----------------------------------------------------------------------------
 
 
-def order(place: Place, *, layout: str) -> CheckOutcome:
+def compare_order(place: Place, *, layout: str) -> CheckOutcome:
     """Collectives of each rank, and those that its rehearsal enqueues."""
     job = spec(
         model_of(layout), layout=layout, dtype=place.size("bf16", "fp32"), seq_len=16, rows=8,
@@ -184,7 +184,7 @@ def order(place: Place, *, layout: str) -> CheckOutcome:
     with rehearsing(place, job, place.size("all", "replica")) as future:
         payload = {"spec": job.to_json()}
         found = ranks(place, "hocket.doctor.rehearsed:order_rank", job.layout.world_size, payload)
-        rehearsal = result(future)
+        rehearsal = rehearsal_result(future)
     for rank, executed in sorted(rehearsal.executed.items()):
         values = found[rank]
         place.equal(f"collectives of rank {rank}", values["collectives"], executed.collectives)
@@ -217,15 +217,15 @@ def first_difference(
 def order_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: two steps; what the second one enqueues, in its order."""
     from hocket.models.rows import note_documents, one_sequence_each
-    from hocket.schedules.registry import build as build_schedule
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.run import RunSpec
-    from hocket.training.build import build
+    from hocket.training.build import build_rank_job
     from hocket.training.reading import LossReading
 
     job = RunSpec.from_json(payload["spec"])
     layout, options = job.layout, job.options
     schedule = build_schedule(layout, layout.microbatches or 1) if layout.num_stages > 1 else None
-    made = build(job, context, schedule)
+    made = build_rank_job(job, context, schedule)
     index = layout.coordinate(context.rank)["dp"]
     own = [
         {key: value.chunk(layout.dp)[index].contiguous() for key, value in part.items()}

@@ -24,7 +24,8 @@ CHECKS = (
     *(
         _row(
             f"sample-{name}", f"64 rows sampled on the device: {what}; compared with the CPU's "
-            "sampler", "sample", "the same tokens in 4 steps of 64 rows; the device is read once a "
+            "sampler", "compare_samples",
+            "the same tokens in 4 steps of 64 rows; the device is read once a "
             "step, and nothing waits for it before (torch.cuda.set_sync_debug_mode)",
             arguments={"options": options},
         )
@@ -41,7 +42,7 @@ CHECKS = (
     ),
     _row(
         "logprobs", "log-probabilities and the 5 most probable tokens, compared with the CPU",
-        "logprobs", "within 1e-4, the same tokens",
+        "compare_logprobs", "within 1e-4, the same tokens",
     ),
     _row(
         "sample-sort", f"{DRAWS} draws from one row at evenly spaced numbers, with every kind of "
@@ -60,7 +61,7 @@ def _logits(place: Place) -> tuple[Tensor, Tensor]:
     return logits, logits.to(place.device)
 
 
-def sample(place: Place, *, options: dict[str, Any]) -> CheckOutcome:
+def compare_samples(place: Place, *, options: dict[str, Any]) -> CheckOutcome:
     """Tokens of the device's sampler and of the CPU's, for equal logits and seeds."""
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
@@ -106,13 +107,13 @@ def sample(place: Place, *, options: dict[str, Any]) -> CheckOutcome:
     return place.outcome(rows=rows)
 
 
-def logprobs(place: Place) -> CheckOutcome:
+def compare_logprobs(place: Place) -> CheckOutcome:
     """Log-probabilities from a summary of each row, and torch's log_softmax in fp64."""
-    from hocket.serving.engine.logprobs import combine, entries, summary
+    from hocket.serving.engine.logprobs import combined_logprobs, entries, logits_summary
 
     here, there = _logits(place)
     wanted = here.argmin(-1)
-    combined = combine(summary(there, wanted.to(place.device), 5).unsqueeze(0))
+    combined = combined_logprobs(logits_summary(there, wanted.to(place.device), 5).unsqueeze(0))
     found = entries(combined.cpu().tolist(), wanted.tolist(), [5] * len(wanted))
     exact = here.double().log_softmax(-1)
     worst = 0.0

@@ -17,7 +17,7 @@ from hocket.doctor.place import Place
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SERVED = "hocket.doctor.fake:served"
+_SERVED = "hocket.doctor.fake:fake_server"
 LIMIT = 1e-4
 """Largest difference of logits in fp32, relative to the largest logit."""
 
@@ -49,18 +49,20 @@ CHECKS = (
     ),
     _row(
         "paged-choice", "the kernel, block size and CUDA graphs that serving chooses for a bf16 "
-        "Llama", "choice", "a flash-attention kernel is chosen, and decode steps are captured",
+        "Llama", "kernel_choice",
+        "a flash-attention kernel is chosen, and decode steps are captured",
         capability=(8, 0), arguments={"kernels": ["fa2", "fa3", "fa4"]}, rehearsals=(FAKE,),
         fake=_SERVED, slow=True,
     ),
     _row(
-        "paged-block-16", "the same with blocks of 16 tokens", "choice", "a kernel is chosen, and "
+        "paged-block-16", "the same with blocks of 16 tokens", "kernel_choice",
+        "a kernel is chosen, and "
         "decode steps are captured", capability=(8, 0), arguments={"block_size": 16},
         rehearsals=(FAKE,), fake=_SERVED, slow=True,
     ),
     _row(
         "graphs-equal", "decode steps replayed from CUDA graphs, compared with eager ones",
-        "graphs", "logits are equal bit for bit", capability=(8, 0), rehearsals=(FAKE,),
+        "compare_graphs", "logits are equal bit for bit", capability=(8, 0), rehearsals=(FAKE,),
         fake=_SERVED, slow=True,
     ),
     _row(
@@ -109,7 +111,7 @@ def both(family: str, spread: float = 0.6) -> tuple[Any, Any]:
     from hocket.serving.engine import attention
 
     plain = whole_model(family, spread)
-    served: Any = skeleton.build(
+    served: Any = skeleton.build_skeleton(
         FAMILIES[family], device="cpu", dropout=0.0, attention=attention.NAME
     )
     served.load_state_dict(plain.state_dict())
@@ -129,7 +131,7 @@ def paged(place: Place, *, family: str, dtype: str, block_size: int) -> CheckOut
     """Sequences in chunks, some of them one after the other, against a plain forward."""
     import torch
 
-    from hocket.doctor.paged import ToyScheduler, compare
+    from hocket.doctor.paged import ToyScheduler, compare_pages
 
     torch.set_float32_matmul_precision("highest")
     kind = _torch_dtype(dtype)
@@ -159,8 +161,8 @@ def paged(place: Place, *, family: str, dtype: str, block_size: int) -> CheckOut
     scheduler = ToyScheduler(
         sequences, block_size=block_size, num_blocks=64, chunks=(1, 1, 1, 20), every_logit=True
     )
-    worst = compare(scheduler, runner.run, exact, {0, 1, 3})
-    worst = max(worst, compare(scheduler, runner.run, exact))
+    worst = compare_pages(scheduler, runner.run, exact, {0, 1, 3})
+    worst = max(worst, compare_pages(scheduler, runner.run, exact))
     place.values["kernel"] = kernels_of(runner)
     place.values["logits_relative_error"] = worst / largest if worst < float("inf") else "infinite"
     if not worst <= limit:
@@ -173,7 +175,7 @@ def kernels_of(runner: Any) -> str:
     return ", ".join(dict.fromkeys(str(row["kernel"]) for row in runner.attention_json()))
 
 
-def choice(
+def kernel_choice(
     place: Place, *, block_size: int | None = None, kernels: list[str] | None = None
 ) -> CheckOutcome:
     """The paged kernel and the graphs of a Llama in bf16."""
@@ -193,7 +195,7 @@ def choice(
     return place.outcome()
 
 
-def graphs(place: Place) -> CheckOutcome:
+def compare_graphs(place: Place) -> CheckOutcome:
     """The same decode steps, replayed and eager."""
     import torch
 
@@ -224,11 +226,11 @@ def largest_step(place: Place) -> CheckOutcome:
     """Bytes of the largest step, and the cache that is left."""
     import torch
 
-    from hocket.serving.engine.memory import cache_bytes
+    from hocket.serving.engine.memory import affordable_cache_bytes
 
     _, served = both("llama")
     runner = runner_of(place, served, block_size=None, dtype=torch.bfloat16)
-    taken, cache = runner.step_bytes(), cache_bytes(runner, 1)
+    taken, cache = runner.step_bytes(), affordable_cache_bytes(runner, 1)
     if taken <= 128 * 64 * 2:
         place.failures.append(f"a step of 128 tokens takes {taken} bytes, less than its logits")
     if not 0 < cache < torch.cuda.mem_get_info()[1]:
@@ -242,7 +244,7 @@ def triton_paged(place: Place) -> CheckOutcome:
 
     import torch
 
-    from hocket.runtime.triton.paged_attention_cases import CASES, TOLERANCE, error_of
+    from hocket.runtime.triton.paged_attention_cases import CASES, TOLERANCE, largest_error
 
     worst, cases = (0.0, ""), 0
     for case in CASES:
@@ -250,7 +252,7 @@ def triton_paged(place: Place) -> CheckOutcome:
         if max(case.counts) > 1:  # of decode, the trials have every kind of layer in fp32
             dtypes.add(case.dtype)
         for kind in dtypes:
-            error = error_of(dataclasses.replace(case, dtype=kind), place.device)
+            error = largest_error(dataclasses.replace(case, dtype=kind), place.device)
             name = f"{case.name} in {str(kind).removeprefix('torch.')}"
             worst = max(worst, (error / TOLERANCE[kind], name))
             cases += 1

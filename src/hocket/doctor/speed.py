@@ -26,7 +26,7 @@ MFU_GOAL = 0.55
 BANDWIDTH_GOAL = 0.8
 """Of a decode step at batch 1."""
 
-_SERVED = "hocket.doctor.fake:served"
+_SERVED = "hocket.doctor.fake:fake_server"
 GB = 1e9
 
 
@@ -37,26 +37,26 @@ def _training(name: str, what: str, least: float, **arguments: Any) -> GpuCheck:
     memory = arguments.pop("memory", 60 * GB)
     heavy = bool(arguments.get("compile"))
     return _row(
-        f"train-{name}", what, "train", f"model flops utilization of {least:g} or more",
+        f"train-{name}", what, "time_training", f"model flops utilization of {least:g} or more",
         arguments={"least": least, **arguments}, seconds=20.0 if heavy else 8.0, timeout=240.0,
         memory=memory, capability=(8, 9) if arguments.get("dtype") == "fp8" else (8, 0),
         packages=("torchao",) if arguments.get("dtype") == "fp8" else (),
         # CPUs have no fp8 matmul.
         rehearsals=(FAKE,) if arguments.get("dtype") == "fp8" else (CPU, FAKE),
-        fake="hocket.doctor.fake:step",
+        fake="hocket.doctor.fake:fake_step",
     )  # fmt: skip
 
 
 CHECKS = (
     _row(
-        "rate-matmul", "bf16 matrix multiplication of 8192 x 8192 x 8192", "matmul",
+        "rate-matmul", "bf16 matrix multiplication of 8192 x 8192 x 8192", "time_matmul",
         "0.65 of the peak or more", capability=(8, 0), rehearsals=(CPU, FAKE),
     ),
-    _row("rate-memory", "copy of 1 GiB within the GPU's memory", "memory",
+    _row("rate-memory", "copy of 1 GiB within the GPU's memory", "time_copy",
          "0.8 of the peak bandwidth or more", rehearsals=(CPU, FAKE)),
     _row("rate-host-copy", "copies between pinned host memory and the GPU", "host_copy",
          "0.7 of the PCIe link's rate or more, each way"),
-    _row("rate-launch", "launches of a kernel that adds one number", "launch",
+    _row("rate-launch", "launches of a kernel that adds one number", "time_launch",
          "10 microseconds or less each"),
     _training("1b", "bf16 training of Llama 3.2 1B, compiled, 4 sequences of 4,096 tokens",
               MFU_GOAL, model="llama-3.2-1b", rows=4, compile=True),
@@ -71,7 +71,7 @@ CHECKS = (
     *(
         _row(
             f"decode-{name}", f"decode steps of {title}, batch {rows}, context 1,024, CUDA graphs",
-            "decode", f"{least:g} of the memory bandwidth or more", capability=(8, 0),
+            "time_decode", f"{least:g} of the memory bandwidth or more", capability=(8, 0),
             arguments={"model": model, "rows": rows, "least": least}, seconds=seconds,
             timeout=180.0, memory=memory, rehearsals=(CPU, FAKE), fake=_SERVED, slow=True,
         )
@@ -82,7 +82,8 @@ CHECKS = (
         )
     ),
     _row("decode-graphs", "decode steps of Llama 3.2 1B with and without CUDA graphs, and the "
-         "memory of graphs of 1 to 64 rows", "graphs", "faster with CUDA graphs, which take at "
+         "memory of graphs of 1 to 64 rows", "time_graphs",
+         "faster with CUDA graphs, which take at "
          "most the memory that the server sets aside for them, within 64 MiB", capability=(8, 0),
          memory=12 * GB, seconds=8.0, rehearsals=(FAKE,), fake=_SERVED, slow=True),
     *(
@@ -98,7 +99,7 @@ CHECKS = (
         )
     ),
     _row("serve-1b", "a whole server of Llama 3.2 1B: start, prefill, 128 tokens at batch 1",
-         "serve",
+         "time_replica",
          "0.6 of the memory bandwidth or more, ready within 60 s", capability=(8, 0),
          memory=8 * GB, seconds=30.0, timeout=240.0, slow=True, rehearsals=(CPU, FAKE),
          fake=_SERVED),
@@ -108,7 +109,7 @@ CHECKS = (
 # --- the device ------------------------------------------------------------------------------
 
 
-def matmul(place: Place) -> CheckOutcome:
+def time_matmul(place: Place) -> CheckOutcome:
     """Operations/s of a large matrix multiplication."""
     import torch
 
@@ -122,7 +123,7 @@ def matmul(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def memory(place: Place) -> CheckOutcome:
+def time_copy(place: Place) -> CheckOutcome:
     """Bytes/s read and written by a copy."""
     import torch
 
@@ -145,7 +146,7 @@ def host_copy(place: Place) -> CheckOutcome:
     size = place.size(1 << 29, 1 << 16)
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=place.on_gpu)
     there = torch.empty(size, dtype=torch.uint8, device=place.device)
-    found = devices.find().devices
+    found = devices.find_devices().devices
     link = found[0].pcie_rate if place.on_gpu and found else 0.0
     for name, call in (
         ("to_device", lambda: there.copy_(host, non_blocking=True)),
@@ -160,7 +161,7 @@ def host_copy(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def launch(place: Place) -> CheckOutcome:
+def time_launch(place: Place) -> CheckOutcome:
     """Seconds of the host for one small operation."""
     x = place.draw(1)
 
@@ -175,7 +176,7 @@ def launch(place: Place) -> CheckOutcome:
 # --- training --------------------------------------------------------------------------------
 
 
-def train(
+def time_training(
     place: Place, *, model: str, rows: int, least: float, layers: int | None = None,
     fields: str = "", dtype: str = "bf16", compile: bool = False,
 ) -> CheckOutcome:  # fmt: skip
@@ -219,14 +220,14 @@ def predict_step(
     The catalogue's shapes are those of whole models: with fewer layers nothing is predicted.
     """
     from hocket.catalogue import hardware
-    from hocket.jobs.plan import plan
+    from hocket.jobs.plan import plan_training
     from hocket.spec.errors import HocketError
 
     if layers is not None:
         return None
     try:
         gpu = hardware.gpu(catalogue_name(place.name)).name
-        best = plan(
+        best = plan_training(
             model, cluster=f"1x{gpu}", seq_len=length, global_batch=rows,
             layout="dp1:microbatches=1",
         ).best  # fmt: skip
@@ -262,7 +263,7 @@ class Decoding:
         config = catalogue(model) if place.on_gpu else BASE
         context = place.size(1024, 32)
         kind = torch.bfloat16 if place.on_gpu else torch.float32
-        module: Any = skeleton.build(
+        module: Any = skeleton.build_skeleton(
             config, device=place.device, dtype=kind, dropout=0.0, attention=attention.NAME
         )
         with torch.no_grad():
@@ -312,7 +313,7 @@ class Decoding:
         return int(each * sum(self.done))
 
 
-def decode(place: Place, *, model: str, rows: int, least: float) -> CheckOutcome:
+def time_decode(place: Place, *, model: str, rows: int, least: float) -> CheckOutcome:
     """Seconds of a decode step without sampling, as a share of the memory bandwidth."""
     context, steps = place.size((1024, 100), (32, 4))
     decoding = Decoding(place, model, rows, tokens=rows * context)
@@ -349,7 +350,7 @@ def predict_decode(place: Place, model: str, rows: int, context: int) -> float |
     return float(seconds)
 
 
-def graphs(place: Place) -> CheckOutcome:
+def time_graphs(place: Place) -> CheckOutcome:
     """Seconds of a decode step replayed from a graph, and launched kernel by kernel."""
     decoding = Decoding(place, "llama-3.2-1b", 1, tokens=1024, slots=64)
     captured = decoding.runner.graphs_json()
@@ -412,7 +413,7 @@ def prefill(place: Place, *, model: str, least: float) -> CheckOutcome:
     return place.outcome()
 
 
-def serve(place: Place) -> CheckOutcome:
+def time_replica(place: Place) -> CheckOutcome:
     """Tokens/s of a whole replica: scheduler, sampling, ranks of their own."""
     import tempfile
     from pathlib import Path
@@ -453,16 +454,16 @@ def saved_model(place: Place, config: dict[str, Any], folder: Any) -> int:
     import torch
 
     from hocket.models import skeleton
-    from hocket.training.reference import write
+    from hocket.training.reference import save_reference
     from hocket.training.tokenizer import byte_tokenizer
 
     kind = torch.bfloat16 if place.on_gpu else torch.float32
-    module: Any = skeleton.build(config, device="cpu", dtype=kind)
+    module: Any = skeleton.build_skeleton(config, device="cpu", dtype=kind)
     tensors = {}
     generator = torch.Generator().manual_seed(1)
     for name, parameter in module.named_parameters():
         tensors[name] = torch.empty_like(parameter).normal_(std=0.02, generator=generator)
-    write(folder / "model.safetensors", tensors)
+    save_reference(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(config))
     byte_tokenizer().save(folder)
     return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -17,7 +17,7 @@ from hocket.doctor.check import CPU, FAKE, CheckOutcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, TrainedModel, spec
 from hocket.doctor.place import Place
-from hocket.doctor.world import difference, place_of, ranks, tell, timed
+from hocket.doctor.world import gradient_difference, place_of, ranks, tell, timed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ CHECKS = (
         "train-host-waits", f"{STEPS} steps with the loop's inputs, readings and optimizer under "
         "torch's profiler", "host_waits", "no call that waits for a stream, an event or the device",
         group="speed", capability=(8, 0), seconds=4.0, rehearsals=(CPU, FAKE),
-        fake="hocket.doctor.fake:host_waits",
+        fake="hocket.doctor.fake:fake_host_waits",
     ),
     _row(
         "train-not-finite", "a NaN in the weights' gradient of the third of five steps",
@@ -64,7 +64,8 @@ CHECKS = (
     ),
     _row(
         "memory-pinned", "offloaded activations: bytes of page-locked memory after each of six "
-        "steps", "pinned", "constant from the second step on, more than 0; losses within 1e-4 of "
+        "steps", "pinned_offload",
+        "constant from the second step on, more than 0; losses within 1e-4 of "
         "those without", group="memory", capability=(8, 0),
     ),
     _two_ranks(
@@ -234,9 +235,9 @@ def _state(trained: TrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def pinned(place: Place) -> CheckOutcome:
+def pinned_offload(place: Place) -> CheckOutcome:
     """Losses and page-locked bytes of steps whose layers' activations go to the host."""
-    from hocket.training.build import offload
+    from hocket.training.build import offloaded_to_host
 
     job = spec(
         place.size(WIDE, BASE), seq_len=place.size(256, 32), rows=8, device=place.kind,
@@ -244,7 +245,9 @@ def pinned(place: Place) -> CheckOutcome:
     )  # fmt: skip
     plain, moved = TrainedModel(place, job), TrainedModel(place, job)
     # The CPU's tensors are in host memory already: there they are copied all the same.
-    saved = offload(moved.parallel, **({} if place.on_gpu else {"host": True, "least": 256}))
+    saved = offloaded_to_host(
+        moved.parallel, **({} if place.on_gpu else {"host": True, "least": 256})
+    )
     held = []
     for step in range(6):
         batches = plain.batches(seed=step)
@@ -260,7 +263,7 @@ def pinned(place: Place) -> CheckOutcome:
 # --- two ranks -------------------------------------------------------------------------------
 
 
-def job_of(place: Place, layout: str, **options: Any) -> RunSpec:
+def step_job(place: Place, layout: str, **options: Any) -> RunSpec:
     """A job of two ranks, of kernels of real sizes on a GPU."""
     config = {**WIDE, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128}
     return spec(
@@ -270,10 +273,10 @@ def job_of(place: Place, layout: str, **options: Any) -> RunSpec:
     )  # fmt: skip
 
 
-def bucket_sizes(place: Place) -> CheckOutcome:
+def time_bucket_sizes(place: Place) -> CheckOutcome:
     """Seconds of a step by the size of buckets."""
-    jobs = {f"{size:g}": job_of(place, "dp2", bucket_mb=size).to_json() for size in BUCKETS}
-    jobs["default"] = job_of(place, "dp2").to_json()
+    jobs = {f"{size:g}": step_job(place, "dp2", bucket_mb=size).to_json() for size in BUCKETS}
+    jobs["default"] = step_job(place, "dp2").to_json()
     found = ranks(place, _HERE + "buckets_rank", 2, {"specs": jobs})
     seconds = {name: max(values["seconds"][name] for values in found) for name in jobs}
     place.values |= {f"{name}_mb_step_seconds": value for name, value in seconds.items()}
@@ -312,13 +315,13 @@ def buckets_rank(context: RankContext, payload: dict[str, Any]) -> None:
         seconds[name] = timed(step, place_of(context).size(8, 2), mesh.device)
         gradients = {n: g.clone() for n, g in parallel.gradients().items()}
         expected = expected or gradients
-        worst = max(worst, difference(gradients, expected))
+        worst = max(worst, gradient_difference(gradients, expected))
     tell(context, seconds=seconds, difference=worst)
 
 
 def overlap_tensor(place: Place) -> CheckOutcome:
     """Share of the collectives' seconds that overlap with matmuls, and gradients of both orders."""
-    job = job_of(place, "tp2:sequence_parallel=true")
+    job = step_job(place, "tp2:sequence_parallel=true")
     found = ranks(place, _HERE + "overlap_rank", 2, {"spec": job.to_json()})
     worst = max(values["difference"] for values in found)
     place.values["gradient_difference"] = worst
@@ -331,7 +334,7 @@ def overlap_tensor(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
+def tensor_overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: a step in the order of autograd, one in that which overlaps, and its profile."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -345,7 +348,7 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
     own, tokens = batches(job, mesh.device), job.workload.global_batch * job.workload.seq_len
     results = []
     for overlaps in (False, True):
-        overlap.on_cuda = lambda x, on=overlaps: on  # type: ignore[assignment, misc]
+        overlap.overlaps = lambda x, on=overlaps: on  # type: ignore[assignment, misc]
         _, _, _, parallel = build_model(job, mesh, None)
         parallel.forward_backward(own, tokens)
         results.append({n: g.clone() for n, g in parallel.gradients().items()})
@@ -361,7 +364,7 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
     total, hidden = overlapped([(a, b) for a, b, n in spans if "nccl" in n.lower()],
                            [(a, b) for a, b, n in spans if "nccl" not in n.lower()])  # fmt: skip
     tell(
-        context, difference=difference(results[1], results[0]), seconds=total / 1e6,
+        context, difference=gradient_difference(results[1], results[0]), seconds=total / 1e6,
         hidden=hidden / total if total else 0.0,
     )  # fmt: skip
 
@@ -385,7 +388,7 @@ def overlapped(
 
 def sanitizer(place: Place) -> CheckOutcome:
     """Steps of two ranks that torch's stream sanitizer watches."""
-    job = job_of(place, "dp2:zero=3")
+    job = step_job(place, "dp2:zero=3")
     found = ranks(
         place, _HERE + "sanitized_rank", 2, {"spec": job.to_json()}, {"TORCH_CUDA_SANITIZER": "1"}
     )
@@ -399,10 +402,10 @@ def sanitized_rank(context: RankContext, payload: dict[str, Any]) -> None:
 
     from hocket.doctor.model import batches
     from hocket.spec.run import RunSpec
-    from hocket.training.build import build
+    from hocket.training.build import build_rank_job
 
     job = RunSpec.from_json(payload["spec"])
-    made = build(job, context)
+    made = build_rank_job(job, context)
     losses = []
     for index in range(3):
         own = [

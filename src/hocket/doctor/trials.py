@@ -90,7 +90,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-def kinds(dtypes: Sequence[str] = DTYPES) -> Iterator[LayerKind]:
+def trial_kinds(dtypes: Sequence[str] = DTYPES) -> Iterator[LayerKind]:
     """Every kind of layer: those that cache keys and values, then those that cache latent
     vectors."""
     import torch
@@ -133,7 +133,7 @@ def trial(place: Place, *, kernel: str, dtypes: Sequence[str] = DTYPES) -> Check
     accelerator = _accelerator(place, tried)
     rejected: Counter[str] = Counter()
     allowed = []
-    for kind in kinds(dtypes):
+    for kind in trial_kinds(dtypes):
         why = tried.rejection(kind, accelerator, None)
         if why is None:
             allowed.append(kind)
@@ -162,7 +162,7 @@ def _shape(kernel: KernelRow, kind: LayerKind, block_size: int) -> str | None:
     import torch
 
     from hocket.serving.engine.attention import Options
-    from hocket.serving.engine.attention_cuda import attend, trial_step
+    from hocket.serving.engine.attention_cuda import attend_pools, trial_step
     from hocket.serving.engine.cache import PagedCache
 
     shape, device = kind.shape, torch.device("cuda", 0)
@@ -171,7 +171,7 @@ def _shape(kernel: KernelRow, kind: LayerKind, block_size: int) -> str | None:
     sinks = torch.empty(shape.num_heads, dtype=shape.dtype, device=device) if kind.sinks else None
     options = Options(0.125, kind.window, 2.0 if kind.softcap else None, sinks)
     pools = cache.keys[0], cache.values[0]
-    out = attend(kernel.name, q, pools, trial_step(block_size, device), options)
+    out = attend_pools(kernel.name, q, pools, trial_step(block_size, device), options)
     wanted = (6, shape.num_heads, shape.value_size)
     if tuple(out.shape) == wanted and out.is_cuda and out.dtype == shape.dtype:
         return None
@@ -219,7 +219,7 @@ def _seconds(
     import torch
 
     from hocket.serving.engine.attention import Options
-    from hocket.serving.engine.attention_cuda import _activate, attend
+    from hocket.serving.engine.attention_cuda import _activate, attend_pools
     from hocket.serving.engine.attention_kernels import KERNELS
     from hocket.serving.engine.device_step import DeviceStep
 
@@ -245,6 +245,6 @@ def _seconds(
             if place.on_gpu and _kernel(name).flash:
                 _activate(_kernel(name).impl)
             found[name] = place.kernel_seconds(
-                lambda name=name: attend(name, q, (keys, values), step, options)  # type: ignore[misc]
+                lambda name=name: attend_pools(name, q, (keys, values), step, options)  # type: ignore[misc]
             )
     return found

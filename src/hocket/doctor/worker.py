@@ -216,7 +216,7 @@ def _read(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
-def serve(requests: IO[str], answers: IO[str]) -> None:
+def answer_requests(requests: IO[str], answers: IO[str]) -> None:
     """Answer requests until their end."""
     for line in requests:
         request = json.loads(line)
@@ -253,9 +253,9 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "--fake" in arguments or FAKE in arguments:
-        from hocket.doctor.fake import prepare
+        from hocket.doctor.fake import load_fake
 
-        prepare()
+        load_fake()
     if arguments[:1] == ["--once"]:
         name, form, descriptor = arguments[1:4]
         os.write(int(descriptor), json.dumps(perform(name, form)).encode())
@@ -266,7 +266,7 @@ def main(arguments: list[str]) -> int:
     _warm()
     answers.write(json.dumps({"ready": True}) + "\n")
     answers.flush()
-    serve(sys.stdin, answers)
+    answer_requests(sys.stdin, answers)
     return 0
 
 

@@ -69,11 +69,11 @@ def join(context: RankContext, backend: str) -> Any:
     """Claim this rank's device and meet the other ranks; the device."""
     import torch
 
-    from hocket.runtime.device import claim
+    from hocket.runtime.device import claim_device
 
     cuda = context.device_kind == "cuda"
     device = torch.device("cuda", context.local_rank) if cuda else torch.device("cpu")
-    claim(device)
+    claim_device(device)
     context.init_process_group(backend, device)
     return device
 
@@ -99,7 +99,7 @@ def timed(call: Callable[[], object], repeats: int, device: Any) -> float:
     return statistics.median(found)
 
 
-def difference(
+def gradient_difference(
     found: dict[str, Tensor], expected: dict[str, Tensor], *, partial: bool = False
 ) -> float:
     """Largest difference of gradients by name, each relative to its largest entry; infinite for

@@ -18,11 +18,11 @@ def accuracy(table: str | Path, *, rows: str | Path | None = None) -> Validation
     Raises:
         OptionError: a file that is missing or lacks columns that are needed.
     """
-    from hocket.planning.validate import validate, write_rows
+    from hocket.planning.validate import validate_training, write_training_predictions
 
-    report = validate(table)
+    report = validate_training(table)
     if rows is not None:
-        write_rows(report, rows)
+        write_training_predictions(report, rows)
     return report
 
 
@@ -32,11 +32,11 @@ def serving_accuracy(table: str | Path, *, rows: str | Path | None = None) -> Se
     Raises:
         OptionError: a file that is missing or lacks columns that are needed.
     """
-    from hocket.planning.validate_serving import validate, write_rows
+    from hocket.planning.validate_serving import validate_serving, write_serving_predictions
 
-    report = validate(table)
+    report = validate_serving(table)
     if rows is not None:
-        write_rows(report, rows)
+        write_serving_predictions(report, rows)
     return report
 
 
@@ -71,7 +71,7 @@ def _serving_line(name: str, scores: ServingScores, width: int) -> str:
     return f"{name:{width}} {counts}  {columns}".rstrip()
 
 
-def text(report: ValidationReport) -> str:
+def accuracy_text(report: ValidationReport) -> str:
     """The figures of each group, the overall ones, and why rows were left out."""
     width = max([*(len(name) for name in report.groups), 24])
     head = f"{'':{width}}  rows   out    mean  median  memory  unfit     tau  regret"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hocket.spec.run import RunSpec
 
 
-def require(launcher: Launcher, spec: RunSpec, schedule: str) -> int:
+def adapted_layers(launcher: Launcher, spec: RunSpec, schedule: str) -> int:
     """How many layers a run with LoRA adapts; 0 of any other.
 
     Args:
@@ -39,7 +39,7 @@ def require(launcher: Launcher, spec: RunSpec, schedule: str) -> int:
     return found[-1]
 
 
-def words(shape: ModelShape) -> tuple[str, ...]:
+def adapter_text(shape: ModelShape) -> tuple[str, ...]:
     """How much of an adapted model is trained, in words; nothing of a whole one."""
     if not any(w.frozen for w in shape.blocks["head"].weights):
         return ()

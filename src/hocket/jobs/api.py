@@ -57,7 +57,7 @@ def train(
         HocketError: what the caller can mend, found before any rank starts wherever possible.
     """
     from hocket.jobs.request import request
-    from hocket.jobs.train import train as job
+    from hocket.jobs.train import train_model as job
 
     values = {"model": model, "data": data, "layout": layout, "run": run, **options}
     return job(request(values), on_event=on_event)
@@ -78,7 +78,7 @@ def check(
     Raises:
         HocketError: what the caller can mend.
     """
-    from hocket.jobs.check import check as job
+    from hocket.jobs.check import check_layout as job
     from hocket.jobs.request import request
 
     sizes = {"steps": steps, "seq_len": seq_len, "global_batch": global_batch}
@@ -97,7 +97,7 @@ def generate(
     Raises:
         HocketError: what the caller can mend.
     """
-    from hocket.jobs.generate import generate as job
+    from hocket.jobs.generate import generate_texts as job
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return job(os.fspath(model), texts, layout=layout, **options)
@@ -126,7 +126,7 @@ def serve(
     Raises:
         HocketError: what the caller can mend.
     """
-    from hocket.jobs.serving.server import serve as job
+    from hocket.jobs.serving.server import serve_model as job
 
     return job(model, layout=layout, on_event=on_event, **options)
 
@@ -180,7 +180,7 @@ def plan(
         from hocket.jobs.serving.plan import serve_plan
 
         return serve_plan(model, cluster=cluster, **_known(serve_plan, options))
-    from hocket.jobs.plan import plan as job
+    from hocket.jobs.plan import plan_training as job
 
     if cluster is None:
         raise OptionError("which GPUs?", hint='cluster="8xH100"')
@@ -201,7 +201,7 @@ def _known(job: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
         OptionError: an unknown name, with the nearest.
     """
     names = {"dtype" if name == "precision" else name for name in inspect.signature(job).parameters}
-    found = renamed.options(options, names)
+    found = renamed.present_options(options, names)
     for name in found:
         if name not in names:
             raise unknown_option(name, names)
@@ -224,6 +224,6 @@ def export(
     Raises:
         HocketError: what the caller can mend.
     """
-    from hocket.jobs.export import export as job
+    from hocket.jobs.export import export_run as job
 
     return job(run, to, merge=merge, overwrite=overwrite, trust_remote_code=trust_remote_code)

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from hocket.jobs.prepare import spec_of
+from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
-from hocket.jobs.validate import validate
+from hocket.jobs.validate import validate_layout
 from hocket.spec.capabilities import CHECKED
 from hocket.spec.check import CheckReport
 from hocket.spec.errors import OptionError
@@ -18,7 +18,9 @@ from hocket.spec.errors import OptionError
 Event = dict[str, Any]
 
 
-def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = None) -> CheckReport:
+def check_layout(
+    request: JobRequest, *, on_event: Callable[[Event], None] | None = None
+) -> CheckReport:
     """Compare a layout with one process on seeded tokens; see `training.check` for how.
 
     Dropout is off, and `request.data` is not looked at. In fp64 both sides compute in it, with the
@@ -30,11 +32,11 @@ def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = Non
     """
     from hocket.jobs import adapters
     from hocket.jobs.proxy.check import require_equal
-    from hocket.launch import Launcher, joined
-    from hocket.models.source import resolve
-    from hocket.schedules.registry import build
+    from hocket.launch import Launcher, joined_context
+    from hocket.models.source import resolve_model
+    from hocket.schedules.registry import build_schedule
 
-    if joined() is not None:
+    if joined_context() is not None:
         raise OptionError(
             "check starts its own ranks; it was started as one of another launcher's",
             hint="run it without torchrun",
@@ -49,11 +51,11 @@ def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = Non
     options = dataclasses.replace(request.options, dropout=0.0, grad_dtype=dtype)
     request = dataclasses.replace(request, data=(), options=options)
     options = request.options
-    source = resolve(request.model, trust_remote_code=options.trust_remote_code)
-    layout = validate(source.dimensions, request.layout, request.workload)
+    source = resolve_model(request.model, trust_remote_code=options.trust_remote_code)
+    layout = validate_layout(source.dimensions, request.layout, request.workload)
     assert layout.microbatches is not None
-    schedule = build(layout, layout.microbatches)
-    spec = spec_of(source, request, layout, source.config, "check")
+    schedule = build_schedule(layout, layout.microbatches)
+    spec = job_spec(source, request, layout, source.config, "check")
 
     def say(text: str) -> None:
         if on_event is not None:
@@ -80,7 +82,7 @@ def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = Non
             attention=options.attention,
             packed=options.packing == "documents",
         )
-        adapters.require(launcher, spec, str(schedule))
+        adapters.adapted_layers(launcher, spec, str(schedule))
         payload = {
             "spec": spec.to_json(),
             "folder": folder,
@@ -89,7 +91,7 @@ def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = Non
         }
         say("one process")
         launcher.run(
-            "hocket.training.check:reference",
+            "hocket.training.check:run_reference",
             1,
             payload,
             listen,
@@ -98,7 +100,7 @@ def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = Non
         )
         say(f"{layout.axes_text()}, {layout.world_size} ranks")
         launcher.run(
-            "hocket.training.check:compare",
+            "hocket.training.check:compare_steps",
             layout.world_size,
             payload,
             listen,

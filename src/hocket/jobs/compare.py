@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hocket.jobs import forecast_policy, links, memory
-from hocket.jobs.prepare import spec_of
+from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
-from hocket.jobs.validate import validate
+from hocket.jobs.validate import validate_layout
 from hocket.spec.collectives import total
 from hocket.spec.comparison import (
     SWEEPS,
@@ -26,7 +26,7 @@ from hocket.spec.comparison import (
     Point,
     Strategy,
     StrategyResult,
-    chosen,
+    chosen_strategies,
     strategies,
 )
 from hocket.spec.errors import LayoutError, ModelError, OptionError, RankMemoryError, unknown
@@ -65,7 +65,7 @@ class CompareRequest:
     input_work: float = 5.0
 
 
-def asked(**values: Any) -> CompareRequest:
+def compare_request(**values: Any) -> CompareRequest:
     """`CompareRequest`, with values that can be. Raises OptionError."""
     found = CompareRequest(**values)
     if not 2 <= found.devices <= 64:
@@ -81,7 +81,7 @@ def asked(**values: Any) -> CompareRequest:
     return found
 
 
-def microbatches(asked: CompareRequest, batch: int) -> int:
+def pipeline_microbatches(asked: CompareRequest, batch: int) -> int:
     """Of the pipelines, for a batch of so many sequences.
 
     Raises:
@@ -102,14 +102,14 @@ def microbatches(asked: CompareRequest, batch: int) -> int:
     )
 
 
-def text(found: Comparison) -> str:
+def comparison_tables(found: Comparison) -> str:
     """A comparison as tables."""
     from hocket.reporting.comparison import comparison_text
 
     return comparison_text(found)
 
 
-def sweep_text(request: JobRequest, axis: str, points: list[Point], width: int) -> str:
+def sweep_report(request: JobRequest, axis: str, points: list[Point], width: int) -> str:
     """A sweep as curves."""
     from hocket.reporting import comparison
 
@@ -117,7 +117,7 @@ def sweep_text(request: JobRequest, axis: str, points: list[Point], width: int) 
     return comparison.sweep_text(axis, points, tokens, width)
 
 
-def compare(
+def compare_strategies(
     request: JobRequest, asked: CompareRequest, *, on_strategy: Callable[[str], None] | None = None
 ) -> Comparison:
     """Run every strategy.
@@ -130,9 +130,9 @@ def compare(
         HocketError: the model cannot be found; RankFailure with a rank's own traceback.
     """
     workload = request.workload
-    count = microbatches(asked, workload.global_batch)
+    count = pipeline_microbatches(asked, workload.global_batch)
     known = strategies(asked.devices, count, workload.global_batch)
-    runs = chosen(asked.wanted, known)
+    runs = chosen_strategies(asked.wanted, known)
     with Bench(request, asked, on_strategy) as bench:
         bench.say("the reference: one process, plain transformers")
         bench.reference()
@@ -143,13 +143,13 @@ def compare(
     return Comparison(
         model=request.model,
         tokens=workload.global_batch * workload.seq_len,
-        cores=cores(),
+        cores=usable_cores(),
         input_work=asked.input_work,
         outcomes=tuple(outcomes),
     )
 
 
-def sweep(
+def compare_sweep(
     request: JobRequest,
     asked: CompareRequest,
     axis: str,
@@ -167,12 +167,12 @@ def sweep(
     if axis not in SWEEPS:
         message, hint = unknown("sweep", axis, SWEEPS)
         raise OptionError(message, hint=hint)
-    microbatches(asked, request.workload.global_batch)  # refused before anything starts
+    pipeline_microbatches(asked, request.workload.global_batch)  # refused before anything starts
     points = []
     with Bench(request, dataclasses.replace(asked, input_work=0.0), on_strategy) as bench:
         for at, strategy, layers in _points(request, asked, axis, bench.source):
             bench.say(f"{axis} {at}: {strategy.title}")
-            source = None if layers is None else with_layers(bench.source, layers)
+            source = None if layers is None else source_with_layers(bench.source, layers)
             points.append(Point(at=at, outcome=bench.run(strategy, source=source)))
     return points
 
@@ -185,7 +185,7 @@ def _points(
         yield 1, strategies(2, 1, batch)[0], None
         count = 2
         while count <= n:
-            for strategy in strategies(count, microbatches(asked, batch), batch):
+            for strategy in strategies(count, pipeline_microbatches(asked, batch), batch):
                 if strategy.name in ("data", "1f1b", "tensor"):
                     yield count, strategy, None
             count *= 2
@@ -199,7 +199,7 @@ def _points(
         return
     for layers in (n * 2**k for k in range(4)):
         for name, title in pipelines:
-            layout = Layout(pp=n, schedule=name, microbatches=microbatches(asked, batch))
+            layout = Layout(pp=n, schedule=name, microbatches=pipeline_microbatches(asked, batch))
             yield layers, Strategy(name=name, title=title, layout=layout), layers
 
 
@@ -219,10 +219,10 @@ class Bench:
         asked: CompareRequest,
         on_strategy: Callable[[str], None] | None = None,
     ) -> None:
-        from hocket.launch import joined
-        from hocket.models.source import resolve
+        from hocket.launch import joined_context
+        from hocket.models.source import resolve_model
 
-        if joined() is not None:
+        if joined_context() is not None:
             raise OptionError(
                 "compare starts its own ranks; it was started as one of another launcher's",
                 hint="run it without torchrun",
@@ -235,14 +235,14 @@ class Bench:
         options = dataclasses.replace(request.options, dropout=0.0)
         self.request = dataclasses.replace(request, data=(), options=options)
         self.asked = asked
-        self.source = resolve(request.model, trust_remote_code=options.trust_remote_code)
+        self.source = resolve_model(request.model, trust_remote_code=options.trust_remote_code)
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
         self.say: Callable[[str], None] = on_strategy or (lambda text: None)
         self._reference: str | None = None
         self._measured: MachineMeasurements | None = None
-        forecast_policy.checked(request.cluster)
-        links.checked(options, Layout(tp=asked.devices))
-        memory.checked(options)
+        forecast_policy.reject_cluster(request.cluster)
+        links.checked_links(options, Layout(tp=asked.devices))
+        memory.reject_memory_limit(options)
 
     def __enter__(self) -> Self:
         from hocket.launch import Launcher
@@ -272,7 +272,7 @@ class Bench:
             return None
         if wanted == forecast_policy.AUTO and machine.kept(device) is None:
             self.say(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
-        return machine.cluster(wanted, device=device).measured
+        return machine.named_cluster(wanted, device=device).measured
 
     def _feel(self, ranks: int) -> None:
         """Scale the links once, so that every strategy feels the same ones."""
@@ -280,7 +280,7 @@ class Bench:
             return
         workload = self.request.workload
         config = self.source.config
-        spec = spec_of(self.source, self.request, Layout(tp=ranks), config, "compare")
+        spec = job_spec(self.source, self.request, Layout(tp=ranks), config, "compare")
         self.say(
             f"scaling {spec.options.emulate_links} to {workload.seq_len} x {workload.global_batch}"
         )
@@ -299,11 +299,11 @@ class Bench:
     def reference(self) -> None:
         """What one process computes, with plain transformers and torch."""
         workload = self.request.workload
-        layout = validate(self.source.dimensions, Layout(), workload)
-        spec = spec_of(self.source, self.request, layout, self.source.config, "compare")
+        layout = validate_layout(self.source.dimensions, Layout(), workload)
+        spec = job_spec(self.source, self.request, layout, self.source.config, "compare")
         folder = str(self._folder / "reference")
         payload = {"spec": spec.to_json(), "folder": folder, "steps": CHECKED}
-        self._launch("hocket.training.check:reference", 1, payload)
+        self._launch("hocket.training.check:run_reference", 1, payload)
         self._reference = folder
 
     def run(
@@ -317,26 +317,26 @@ class Bench:
         then not held against one process.
         """
         from hocket.jobs.proxy.check import require_equal
-        from hocket.schedules.registry import build
+        from hocket.schedules.registry import build_schedule
 
         other = source is not None or request is not None
         held: list[dict[str, int]] | None = None
         source, request = source or self.source, request or self.request
         try:
-            layout = validate(source.dimensions, strategy.layout, request.workload)
+            layout = validate_layout(source.dimensions, strategy.layout, request.workload)
             assert layout.microbatches is not None
-            schedule = build(layout, layout.microbatches)
+            schedule = build_schedule(layout, layout.microbatches)
             require_equal(self.launcher, source, layout, attention=request.options.attention)
             if request.options.memory_per_rank is not None:
-                spec = spec_of(source, request, layout, source.config, "compare")
-                held = memory.require(self.launcher, spec, str(schedule))
+                spec = job_spec(source, request, layout, source.config, "compare")
+                held = memory.require_memory(self.launcher, spec, str(schedule))
         except (LayoutError, ModelError) as error:
             return StrategyResult(strategy=strategy, reason=error.message)
         strategy = dataclasses.replace(strategy, layout=layout)
         if layout.world_size == 1:  # threads and one process have no links
             options = dataclasses.replace(request.options, emulate_links=None)
             request = dataclasses.replace(request, options=options)
-        spec = spec_of(source, request, layout, source.config, "compare")
+        spec = job_spec(source, request, layout, source.config, "compare")
         predicted = self._foretold(spec, schedule)
         if held is not None:
             predicted["required_bytes"] = float(max(row["total"] for row in held))
@@ -361,7 +361,7 @@ class Bench:
 
         if self._measured is None or spec.layout.data_parallel == "threads":
             return {}
-        found, timeline = forecast.told(
+        found, timeline = forecast.predicted_run(
             spec, self._measured, launcher=self.launcher, schedule=schedule
         )
         if not found.known:
@@ -414,7 +414,7 @@ def outcome(strategy: Strategy, event: dict[str, Any]) -> StrategyResult:
     )
 
 
-def with_layers(source: ModelSource, layers: int) -> ModelSource:
+def source_with_layers(source: ModelSource, layers: int) -> ModelSource:
     """The model with another number of layers, and random weights.
 
     Raises:
@@ -448,6 +448,6 @@ def _seconds_of(loops: int) -> float:
     return max(1e-6, time.thread_time() - began)
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

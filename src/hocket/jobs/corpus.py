@@ -36,7 +36,7 @@ def standard_library() -> Iterator[tuple[str, str]]:
             continue
 
 
-def write(to: Path, largest: int = LARGEST) -> int:
+def write_corpus(to: Path, largest: int = LARGEST) -> int:
     """Write the text as JSON lines, one file of the library each; the characters written.
 
     Raises:

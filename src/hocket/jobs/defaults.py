@@ -78,7 +78,7 @@ def with_layout(request: JobRequest) -> JobRequest:
 
     if request.auto or request.given & {"layout", "data_parallel", *TERMS}:
         return request
-    if not on_cuda(request.options) or devices.visible() < 2:
+    if not on_cuda(request.options) or devices.visible_gpus() < 2:
         return request
     return dataclasses.replace(request, auto=True)
 
@@ -128,7 +128,7 @@ def parameters(sizes: Dimensions) -> float:
     return sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
 
 
-def note(request: JobRequest, source: ModelSource) -> str:
+def defaults_note(request: JobRequest, source: ModelSource) -> str:
     """What a job does, and the options chosen for it, in a line."""
     from hocket.models import text_part
     from hocket.training.learning_rate import warmup_steps
@@ -149,9 +149,9 @@ def note(request: JobRequest, source: ModelSource) -> str:
 def idle_cores(options: TrainOptions, ranks: int) -> str:
     """The cores of this machine that CPU ranks leave idle, where those are most of them, and the
     fix; empty otherwise."""
-    from hocket.jobs.compare import cores
+    from hocket.jobs.compare import usable_cores
 
-    here, used = cores(), ranks * options.threads
+    here, used = usable_cores(), ranks * options.threads
     if on_cuda(options) or here < 4 * used:
         return ""
     return f"{here - used} of {here} cores are idle: --threads {here // ranks}"

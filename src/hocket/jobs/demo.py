@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import lock, prepare
-from hocket.jobs.corpus import LARGEST, write
+from hocket.jobs.corpus import LARGEST, write_corpus
 from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest, request
-from hocket.jobs.train import PRELOAD, launch, prepared, unstarted_is_no_run
+from hocket.jobs.train import PRELOAD, launch_ranks, prepare_run, unstarted_is_no_run
 from hocket.spec.run import RunFolder
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class DemoOutcome:
     sample: str
 
 
-def options(changes: dict[str, Any], *, full: bool = False) -> JobRequest:
+def demo_options(changes: dict[str, Any], *, full: bool = False) -> JobRequest:
     """The demo's options with some changed; see `jobs.request`. `full`: on eight ranks."""
     layout = {} if "layout" not in changes else {"schedule": None, "microbatches": None}
     return request({**(FULL if full else QUICK), **layout, **changes})
@@ -88,28 +88,28 @@ def demo(
     """Run all of it.
 
     Args:
-        wanted, full: see `options`; the data is the standard library's text.
+        wanted, full: see `demo_options`; the data is the standard library's text.
         on_event: called with each event of the training run.
         show: called with each part of what there is to tell afterwards, as soon as it is known.
         width, color: of the terminal.
     """
     from hocket.launch import Launcher
 
-    folder = prepare.run_folder(dataclasses.replace(wanted, model="demo"))
+    folder = prepare.train_folder(dataclasses.replace(wanted, model="demo"))
     corpus = folder.path / "corpus.jsonl"
     record = JobRecorder(on_event)
     with (
         lock.locked(folder.path, "demo"),
         Launcher(wanted.options.device, wanted.options.threads, preload=PRELOAD) as launcher,
     ):
-        write(corpus, LARGEST if full else QUICK_TEXT)
+        write_corpus(corpus, LARGEST if full else QUICK_TEXT)
         wanted = dataclasses.replace(wanted, data=(str(corpus),), run=folder.path)
-        job = prepare.plan(wanted)
-        spec = prepared(job, folder, record, "demo")
+        job = prepare.prepare_job(wanted)
+        spec = prepare_run(job, folder, record, "demo")
         with unstarted_is_no_run(folder):
-            summary = launch(launcher, folder, spec, record)
+            summary = launch_ranks(launcher, folder, spec, record)
         show(losses(summary, folder, width))
-        pictures, equal = report(launcher, folder, width=width, color=color)
+        pictures, equal = _step_report(launcher, folder, width=width, color=color)
         for picture in pictures:
             show(picture)
         alone = _alone(launcher, folder, wanted)
@@ -140,11 +140,11 @@ def losses(summary: Summary, folder: RunFolder, width: int) -> str:
     )
 
 
-def report(
+def _step_report(
     launcher: Launcher, folder: RunFolder, *, width: int, color: bool
 ) -> tuple[list[str], bool]:
     """The recorded step: its timeline, what its prices predict, its collectives beside theory."""
-    from hocket.jobs.expected_communication import compared
+    from hocket.jobs.expected_communication import compare_communication
     from hocket.reporting import collectives_text, timeline_text
     from hocket.simulation import measured_prices, simulate, theoretical_bubble
     from hocket.spec.schedule import Schedule
@@ -154,7 +154,7 @@ def report(
     schedule = Schedule.parse(folder.schedule_file.read_text())
     predicted = simulate(schedule, measured_prices(measured, schedule.num_stages))
     step = json.loads(folder.communication_file.read_text())["step"]
-    rows = compared(launcher, folder)
+    rows = compare_communication(launcher, folder)
     pictures = [
         timeline_text(
             measured,
@@ -190,9 +190,9 @@ def _alone(launcher: Launcher, folder: RunFolder, wanted: JobRequest) -> Summary
     )  # fmt: skip
     alone = RunFolder(folder.path / "one-process")
     shutil.copytree(folder.data, alone.data)
-    job = prepare.plan(values)
-    spec = prepare.write(job, alone, folder.load().config, "demo")
-    return launch(launcher, alone, spec, JobRecorder())
+    job = prepare.prepare_job(values)
+    spec = prepare.write_run(job, alone, folder.load().config, "demo")
+    return launch_ranks(launcher, alone, spec, JobRecorder())
 
 
 def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
@@ -248,7 +248,7 @@ def _too_small(launcher: Launcher, folder: RunFolder, summary: Summary, alone: S
         spec = run.load()
         options = dataclasses.replace(spec.options, memory_per_rank=limit)
         limited = dataclasses.replace(spec, options=options)
-        return memory.require(launcher, limited, run.schedule_file.read_text())
+        return memory.require_memory(launcher, limited, run.schedule_file.read_text())
 
     try:
         asked(RunFolder(folder.path / "one-process"))
@@ -270,9 +270,9 @@ def _too_small(launcher: Launcher, folder: RunFolder, summary: Summary, alone: S
 
 
 def _sample(launcher: Launcher, model: Path) -> str:
-    from hocket.jobs.generate import generate
+    from hocket.jobs.generate import generate_texts
 
-    (found,) = generate(
+    (found,) = generate_texts(
         str(model), [PROMPT], max_new_tokens=80, temperature=0.7, top_k=40, launcher=launcher
     )
     return PROMPT + found.text

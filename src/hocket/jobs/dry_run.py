@@ -105,28 +105,30 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
         HocketError: whatever `hocket train` rejects before ranks start; the job does not complete,
             or does not fit a GPU.
     """
-    from hocket.jobs.rehearse import GPU, prepared, rehearse
-    from hocket.models.source import resolve
+    from hocket.jobs.rehearse import GPU, prepare_rehearsal, rehearse_job
+    from hocket.models.source import resolve_model
 
     data, sequence, config = "", None, None
     gpu = rehearsal_fit.gpu_here() or GPU
     if request.data:
-        job = prepare.plan(request)
+        job = prepare.prepare_job(request)
         job, data, sequence, config = _first_sequence(job, record)
         request, source = job.request, job.source
     else:
-        source = resolve(
+        source = resolve_model(
             request.model, trust_remote_code=request.options.trust_remote_code, weights=False
         )
         request = defaults.with_length(defaults.with_dtype(request), source)
         request = defaults.with_rates(request, source)
     record.phase(f"rehearsing on fake {gpu} GPUs")
-    planned = prepared(request, gpu=gpu, config=config)
+    planned = prepare_rehearsal(request, gpu=gpu, config=config)
     if "microbatches" not in request.given:
         layout = memory.accumulated(planned.spec, planned.device.memory)
-        planned = prepared(dataclasses.replace(request, layout=layout), gpu=gpu, config=config)
-    found = rehearse(planned)
-    rehearsal_fit.require(found)
+        planned = prepare_rehearsal(
+            dataclasses.replace(request, layout=layout), gpu=gpu, config=config
+        )
+    found = rehearse_job(planned)
+    rehearsal_fit.require_fit(found)
     spec = found.job.spec
     duration, reason = None, ""
     try:
@@ -136,7 +138,7 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
     options = {**dataclasses.asdict(spec.workload), **dataclasses.asdict(request.options)}
     return DryRun(
         rehearsed=found,
-        task=defaults.note(request, source),
+        task=defaults.defaults_note(request, source),
         options={"model": request.model, "layout": str(spec.layout), **options},
         data=data,
         sequence=sequence,
@@ -151,7 +153,7 @@ def _here(spec: RunSpec) -> Forecast | None:
     if rehearsal_fit.gpu_here() is not None:
         return None
     options = dataclasses.replace(spec.options, device="cpu", backend="auto")
-    found = forecast.forecast(dataclasses.replace(spec, options=options))
+    found = forecast.forecast_run(dataclasses.replace(spec, options=options))
     return found if found.known else None
 
 
@@ -186,12 +188,12 @@ def _first_sequence(
 
 def _duration(found: Rehearsed, gpu: str) -> Duration:
     """By the planner. Raises HocketError where it does not predict the layout."""
-    from hocket.jobs.plan import plan
+    from hocket.jobs.plan import plan_training
 
     spec = found.job.spec
     size, workload = spec.layout.world_size, spec.workload
     nodes = -(-size // NODE)
-    planned = plan(
+    planned = plan_training(
         spec.model,
         cluster=f"{nodes}x{NODE}x{gpu}" if nodes > 1 else f"{size}x{gpu}",
         seq_len=workload.seq_len,
@@ -216,9 +218,9 @@ def _duration(found: Rehearsed, gpu: str) -> Duration:
     )
 
 
-def text(found: DryRun) -> str:
+def dry_run_text(found: DryRun) -> str:
     """What `--dry-run` prints."""
-    from hocket.jobs.rehearsal_text import text as rehearsed
+    from hocket.jobs.rehearsal_text import rehearsal_report as rehearsed
 
     spec = found.rehearsed.job.spec
     layout, workload = spec.layout, spec.workload
@@ -237,7 +239,8 @@ def text(found: DryRun) -> str:
         steps = spec.options.steps
         seconds = format_seconds(found.here.step_seconds * steps)
         parts[-1] += (
-            f"\non this machine: {forecast_policy.summary(found.here)}; {seconds} for {steps} steps"
+            f"\non this machine: {forecast_policy.forecast_line(found.here)}; {seconds} for "
+            f"{steps} steps"
         )
     return "\n\n".join(parts)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def checked(options: TrainOptions, world_size: int | None) -> None:
     """Raise OptionError where hocket's own launcher may not start a rank again, and so never learns
     that a device is gone. Another launcher starts ranks itself. `world_size`: as of
-    `prepare.plan`."""
+    `prepare.prepare_job`."""
     if options.elastic and world_size is None and not options.max_restarts:
         raise OptionError(
             "--elastic with --max-restarts 0: a device counts as gone when its rank dies twice "
@@ -38,7 +38,7 @@ def ranks_there(
     request: JobRequest, options: TrainOptions, layout: Layout, world_size: int | None
 ) -> int | None:
     """Ranks for which a layout is to be chosen; None: the run, whose options these are, keeps its
-    layout. `world_size`: as of `prepare.plan`."""
+    layout. `world_size`: as of `prepare.prepare_job`."""
     if not options.elastic or request.auto:
         return None
     if request.ranks is not None:
@@ -49,7 +49,7 @@ def ranks_there(
         return None
     from hocket.probing import devices
 
-    visible = devices.visible()
+    visible = devices.visible_gpus()
     named = request.given & {"layout", *TERMS}
     enough = layout.world_size <= visible if named else layout.world_size == visible
     return visible if visible and not enough else None
@@ -63,14 +63,14 @@ def chosen_for(request: JobRequest, count: int) -> JobRequest:
 
 def unmeasured_layout(job: PreparedJob, count: int) -> Layout:
     """The first legal one of `resized`, for a machine without a probe. Raises HocketError."""
-    from hocket.jobs.validate import validate
+    from hocket.jobs.validate import validate_layout
     from hocket.planning.machine_choice import resized
 
     workload = job.request.workload
     why: HocketError | None = None
     for layout in resized(job.layout, count):
         try:
-            return validate(job.source.dimensions, layout, workload)
+            return validate_layout(job.source.dimensions, layout, workload)
         except HocketError as error:
             why = error
     raise why or LayoutError(f"no layout has at most {count} ranks", hint="--layout dp1")

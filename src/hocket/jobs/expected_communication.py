@@ -36,7 +36,7 @@ def expected_communication(launcher: Launcher, folder: RunFolder) -> list[list[R
     return ranks
 
 
-def compared(launcher: Launcher, folder: RunFolder) -> list[Row]:
+def compare_communication(launcher: Launcher, folder: RunFolder) -> list[Row]:
     """The recorded step beside theory, summed over ranks; `equal` holds where every rank agrees.
 
     Rows of name, axis, phase, count, bytes, expected_count, expected_bytes, equal.

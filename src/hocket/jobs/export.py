@@ -33,10 +33,10 @@ def check_push(name: str) -> None:
     """
     from hocket.models import push as pushing
 
-    pushing.checked(name)
+    pushing.checked_repo(name)
 
 
-def push(
+def push_run(
     run: str | os.PathLike[str],
     name: str,
     *,
@@ -46,7 +46,7 @@ def push(
     private: bool = False,
     trust_remote_code: bool = False,
 ) -> Pushed:
-    """Export a run as `export` does and upload the directory to the Hub, with a model card.
+    """Export a run as `export_run` does and upload the directory to the Hub, with a model card.
 
     Args:
         name: `ORG/NAME`; made if it is not there.
@@ -56,16 +56,16 @@ def push(
 
     Raises:
         OptionError: there is no token, or it may not write there.
-        HocketError: as `export`.
+        HocketError: as `export_run`.
     """
     from hocket.jobs.model_card import card
     from hocket.models import push as pushing
 
-    repo = pushing.checked(name)
+    repo = pushing.checked_repo(name)
     folder = RunFolder(run)
     spec = folder.load(trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="hocket-push-") as made:
-        made_at = export(
+        made_at = export_run(
             run,
             Path(made) / "model" if to is None else to,
             merge=merge,
@@ -75,11 +75,11 @@ def push(
         adapter = not (made_at / "config.json").exists()
         text = card(folder, spec, repo.id, adapter=adapter)
         size = sum(file.stat().st_size for file in made_at.rglob("*") if file.is_file())
-        page = pushing.push(made_at, repo, card=text, private=private or None)
+        page = pushing.push_folder(made_at, repo, card=text, private=private or None)
     return Pushed(page=page, num_bytes=size)
 
 
-def export(
+def export_run(
     run: str | os.PathLike[str],
     to: str | os.PathLike[str],
     *,
@@ -115,7 +115,7 @@ def export(
 
 
 def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust: bool) -> Path:
-    from hocket.models.source import of_run
+    from hocket.models.source import run_source
     from hocket.spec import checkpoint
     from hocket.training.export import ModelFiles, export_checkpoint, refuse_occupied
 
@@ -146,7 +146,7 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
         return to
     if last is None:
         raise _unfinished(folder)
-    source = of_run(spec)
+    source = run_source(spec)
     files = ModelFiles(
         config=spec.config,
         directory=source.directory,
@@ -159,7 +159,7 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
     """The adapter of a run, or the base with it."""
     from hocket.models import lora
-    from hocket.models.source import fetch_again, of_run, resolve
+    from hocket.models.source import fetch_again, resolve_model, run_source
     from hocket.spec import checkpoint
     from hocket.training import adapter, export
 
@@ -183,8 +183,8 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
     if spec.weights is None:
         raise RunFolderError(f"{folder.spec_file} names no weights that its adapter belongs to")
     fetch_again(spec)
-    base = resolve(
-        of_run(spec).weights or spec.weights, trust_remote_code=spec.options.trust_remote_code
+    base = resolve_model(
+        run_source(spec).weights or spec.weights, trust_remote_code=spec.options.trust_remote_code
     )
     if base.weights is None:
         raise ModelError(f"{spec.weights}, the base of the adapter, holds no weights")
@@ -196,7 +196,7 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
             if not stays:
                 assert last is not None
                 held = adapter.adapter_of_checkpoint(last, Path(made) / "adapter", spec)
-            lora.merge(held, base, aside, spec.options)
+            lora.merge_adapter(held, base, aside, spec.options)
         if (folder.data / "tokenizer.json").exists():
             from hocket.training.tokenizer import Tokenizer
 

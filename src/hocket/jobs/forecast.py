@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 Told = tuple[Forecast, Timeline | None]
 
 
-def forecast(spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None) -> Forecast:
+def forecast_run(
+    spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None
+) -> Forecast:
     """What a run will take; `why` says why nothing could be foretold.
 
     Args:
@@ -42,10 +44,10 @@ def forecast(spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None 
         cluster: `auto` (this machine, as measured before) or the file that `hocket probe` wrote.
         launcher: whose ranks may trace a model; None: one is started if the trace is not kept.
     """
-    return told(spec, measurements(cluster), launcher=launcher)[0]
+    return predicted_run(spec, measurements(cluster), launcher=launcher)[0]
 
 
-def told(
+def predicted_run(
     spec: RunSpec,
     measured: MachineMeasurements | None,
     *,
@@ -57,8 +59,12 @@ def told(
 
     `weighed`: how many layouts, of as many ranks or cores at most, are set beside it.
     """
-    from hocket.planning.machine_choice import beside, candidates, weigh
-    from hocket.planning.machine_forecast import forecast as foretell
+    from hocket.planning.machine_choice import (
+        candidate_layouts,
+        evaluate_layouts,
+        with_considered_layouts,
+    )
+    from hocket.planning.machine_forecast import machine_forecast as foretell
 
     layout = str(spec.layout)
     if measured is None:
@@ -67,17 +73,19 @@ def told(
     if missing:
         return Forecast.none(layout, f"{missing} was not measured here"), None
     try:
-        machine = machine_of(spec, measured)
-        shape = shape_of(spec, launcher)
+        machine = run_machine(spec, measured)
+        shape = run_shape(spec, launcher)
         bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
         found, timeline = foretell(
             shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
         )
         if weighed:
             most = max(spec.layout.world_size, measured.host.cores)
-            others = candidates(shape, spec.workload, most, exchanging_axes(spec))
-            rows = weigh(shape, spec.workload, machine, others, bucket_mb=bucket_mb, shown=weighed)
-            found = beside(found, (one for one, _ in rows), weighed)
+            others = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec))
+            rows = evaluate_layouts(
+                shape, spec.workload, machine, others, bucket_mb=bucket_mb, shown=weighed
+            )
+            found = with_considered_layouts(found, (one for one, _ in rows), weighed)
         return found, timeline
     except HocketError as error:
         return Forecast.none(layout, error.message), None
@@ -92,7 +100,7 @@ def unpriced(spec: RunSpec, layout: Layout) -> str:
     return "activations in host memory" if layout.offloads("activations") else ""
 
 
-def write(folder: RunFolder, found: Told) -> None:
+def write_forecast(folder: RunFolder, found: Told) -> None:
     """forecast.json and, where there is one, timeline.predicted.json."""
     write_text(folder.forecast_file, found[0].to_json())
     if found[1] is not None:
@@ -104,7 +112,7 @@ def predicted_timeline_file(folder: RunFolder) -> Path:
     return folder.path / "timeline.predicted.json"
 
 
-def read(folder: RunFolder) -> Told | None:
+def read_forecast(folder: RunFolder) -> Told | None:
     """What was foretold of a run; None where its folder holds nothing of the kind."""
     try:
         found = Forecast.from_json(folder.forecast_file.read_text())
@@ -125,11 +133,11 @@ def measurements(cluster: str = "auto", device: str = "auto") -> MachineMeasurem
     """
     from hocket.jobs import machine
 
-    found = machine.kept(device) if cluster == machine.AUTO else machine.cluster(cluster)
+    found = machine.kept(device) if cluster == machine.AUTO else machine.named_cluster(cluster)
     return None if found is None else found.measured
 
 
-def machine_of(spec: RunSpec, measured: MachineMeasurements) -> MeasuredMachine:
+def run_machine(spec: RunSpec, measured: MachineMeasurements) -> MeasuredMachine:
     """The machine as a run uses it.
 
     Raises:
@@ -166,15 +174,15 @@ def backend_of(asked: str, measured: MachineMeasurements) -> str:
 # --- the model -----------------------------------------------------------------------------------
 
 
-def shape_of(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
+def run_shape(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
     """The model's shape in the type it is trained in, with its adapters if it is given some.
 
     Raises:
         ModelError: it cannot be traced.
     """
-    from hocket.cost.adapters import of_run
+    from hocket.cost.adapters import adapted_shape
 
-    return of_run(_plain_shape(spec, launcher), spec)
+    return adapted_shape(_plain_shape(spec, launcher), spec)
 
 
 def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
@@ -189,10 +197,10 @@ def _kept_shape(
     spec: RunSpec, launcher: Launcher | None, size: tuple[int, int] | None
 ) -> ModelShape:
     """Traced by a rank, and kept for the next time."""
-    from hocket.models.shape_cache import cache_file, read, write
+    from hocket.models.shape_cache import read_shape, shape_file, write_shape
 
-    file = cache_file(spec, size)
-    known = read(file)
+    file = shape_file(spec, size)
+    known = read_shape(file)
     if known is not None:
         return known
     if launcher is None:
@@ -202,7 +210,7 @@ def _kept_shape(
             found = _traced(started, spec, size)
     else:
         found = _traced(launcher, spec, size)
-    write(file, found)
+    write_shape(file, found)
     return found
 
 
@@ -251,27 +259,27 @@ def weighed(
         shown: how many are forecast at least.
         given: names of the fields that a layout must keep.
     """
-    from hocket.planning.machine_choice import candidates, leaner, weigh
+    from hocket.planning.machine_choice import candidate_layouts, evaluate_layouts, leaner
 
     measured = machine.measured
     most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
     if measured.device == "cuda":
         most = max(1, len(measured.devices))
-    among = candidates(shape, spec.workload, most, exchanging_axes(spec, given))
+    among = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec, given))
 
     def allowed(layouts: list[Layout]) -> list[Layout]:
         return legal([one for one in layouts if not unpriced(spec, one)])
 
     layouts = allowed(among)
     bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
-    rows = weigh(
+    rows = evaluate_layouts(
         shape, spec.workload, machine, layouts,
         otherwise=lambda: allowed(leaner(among)), bucket_mb=bucket_mb, shown=shown,
     )  # fmt: skip
     return layouts, rows
 
 
-def chosen(
+def best_forecast(
     spec: RunSpec,
     measured: MachineMeasurements,
     given: Iterable[str],
@@ -291,8 +299,8 @@ def chosen(
     """
     from hocket.planning.machine_choice import best_of
 
-    machine = machine_of(spec, measured)
-    shape = shape_of(spec, launcher)
+    machine = run_machine(spec, measured)
+    shape = run_shape(spec, launcher)
     names = set(given) & {f.name for f in dataclasses.fields(Layout)}
 
     given_fields = {name: getattr(spec.layout, name) for name in names}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import elastic, forecast, links, prepare
 from hocket.jobs.precision import on_cuda
-from hocket.jobs.validate import validate
+from hocket.jobs.validate import validate_layout
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -43,7 +43,7 @@ LONGEST = 20.0
 """Seconds that the quick probe takes at most on two cores."""
 
 
-def checked(cluster: str) -> None:
+def reject_cluster(cluster: str) -> None:
     """Refuse a cluster that cannot be what a run is foretold for.
 
     Raises:
@@ -54,7 +54,7 @@ def checked(cluster: str) -> None:
         return
     from hocket.jobs import machine
 
-    found = machine.cluster(cluster)
+    found = machine.named_cluster(cluster)
     if found.measured is None:
         raise OptionError(
             f"cluster {cluster} contains no measurements: a run on this machine is predicted from "
@@ -64,7 +64,7 @@ def checked(cluster: str) -> None:
     machine.require_here(found)
 
 
-def choose(
+def auto_layout(
     job: prepare.PreparedJob,
     config: dict[str, Any],
     record: JobRecorder,
@@ -77,14 +77,14 @@ def choose(
         HocketError: the machine cannot be measured, the model cannot be traced, or nothing fits.
     """
     from hocket.jobs import machine
-    from hocket.probing.devices import visible
+    from hocket.probing.devices import visible_gpus
 
     request = job.request
 
     def legal(layout: Layout) -> Layout | None:
         try:
-            links.checked(request.options, layout)
-            found = validate(job.source.dimensions, layout, request.workload)
+            links.checked_links(request.options, layout)
+            found = validate_layout(job.source.dimensions, layout, request.workload)
         except HocketError:
             return None
         if request.ranks is not None and found.world_size > request.ranks:
@@ -98,21 +98,21 @@ def choose(
         record.note(
             f"layout {layout}, for {request.ranks} ranks; hocket probe measures this machine"
         )
-        return (Forecast.none(str(layout), UNMEASURED), None), prepare.placed(job, layout)
+        return (Forecast.none(str(layout), UNMEASURED), None), prepare.job_in_layout(job, layout)
     if "layout" not in request.given and unmeasured:
-        layout = by_catalogue(job, request.ranks or visible(), legal)
+        layout = by_catalogue(job, request.ranks or visible_gpus(), legal)
         record.note(f"layout {layout}, by the catalogue's figures of its GPUs; --layout chooses")
-        return (Forecast.none(str(layout), UNMEASURED), None), prepare.placed(job, layout)
+        return (Forecast.none(str(layout), UNMEASURED), None), prepare.job_in_layout(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
         record.note(
             f"measuring this machine, once: up to {LONGEST:.0f} s; hocket probe measures more"
         )
-    found = machine.cluster(
+    found = machine.named_cluster(
         cluster, device=request.options.device, on_event=lambda event: _phase(record, event)
     )
-    assert found.measured is not None  # `checked`
-    spec = prepare.spec_of(job.source, request, request.layout, config, "train")
+    assert found.measured is not None  # `reject_cluster`
+    spec = prepare.job_spec(job.source, request, request.layout, config, "train")
     if request.options.emulate_links is not None and launcher is not None:
         # As many ranks as are weighed at most: how slow they are decides how slow the links are.
         most = max(curve.world for curve in found.measured.curves)
@@ -122,10 +122,12 @@ def choose(
             spec, options=dataclasses.replace(spec.options, emulate_links=felt)
         )
     record.phase("choosing a layout")
-    told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
-    for line in reasons(told[0]):
+    told = forecast.best_forecast(
+        spec, found.measured, request.given, legal=legal, launcher=launcher
+    )
+    for line in forecast_reasons(told[0]):
         record.note(line)
-    return told, prepare.placed(job, Layout.parse(told[0].layout))
+    return told, prepare.job_in_layout(job, Layout.parse(told[0].layout))
 
 
 def by_catalogue(
@@ -137,7 +139,7 @@ def by_catalogue(
     Raises:
         LayoutError: nothing fits, or neither divides the batch.
     """
-    from hocket.jobs.plan import plan
+    from hocket.jobs.plan import plan_training
     from hocket.jobs.rehearsal_fit import gpu_here
 
     request, gpu = job.request, gpu_here()
@@ -147,7 +149,7 @@ def by_catalogue(
         for name in sorted(request.given & {"schedule", "microbatches"})
     }
     if gpu is not None and workload.dtype != "fp32":
-        found = plan(
+        found = plan_training(
             request.model,
             cluster=f"{num_gpus}x{gpu}",
             seq_len=workload.seq_len,
@@ -164,7 +166,7 @@ def by_catalogue(
             if layout is not None:
                 return layout
     plain = Layout(dp=num_gpus, zero=1, microbatches=request.layout.microbatches)
-    return validate(job.source.dimensions, plain, workload)
+    return validate_layout(job.source.dimensions, plain, workload)
 
 
 def before(
@@ -177,9 +179,9 @@ def before(
 ) -> None:
     """Foretell a run that is about to start, unless that has been done or has to wait."""
     if cluster == NONE:
-        forecast.write(folder, (Forecast.none(str(spec.layout), "--cluster none"), None))
+        forecast.write_forecast(folder, (Forecast.none(str(spec.layout), "--cluster none"), None))
         return
-    told = forecast.read(folder)
+    told = forecast.read_forecast(folder)
     if told is not None and told[0].known and told[0].layout == str(spec.layout):
         return  # by whoever chose the layout, or an earlier start
     measured = forecast.measurements(cluster, spec.options.device)
@@ -190,15 +192,15 @@ def before(
             f"up to {LONGEST:.0f} s"
         )
         return
-    told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
-    forecast.write(folder, told)
+    told = forecast.predicted_run(spec, measured, launcher=launcher, weighed=WEIGHED)
+    forecast.write_forecast(folder, told)
     if told[0].known:
-        record.note("predicted: " + summary(told[0]))
+        record.note("predicted: " + forecast_line(told[0]))
 
 
-def reasons(found: Forecast) -> list[str]:
+def forecast_reasons(found: Forecast) -> list[str]:
     """What was chosen among what, and why, in sentences."""
-    lines = [f"layout {found.layout}: {summary(found)}"]
+    lines = [f"layout {found.layout}: {forecast_line(found)}"]
     others = [one for one in found.alternatives if not one.chosen]
     close = next((one for one in others if one.fits), None)
     if close is not None:
@@ -226,7 +228,7 @@ def reasons(found: Forecast) -> list[str]:
     return lines
 
 
-def summary(found: Forecast) -> str:
+def forecast_line(found: Forecast) -> str:
     """Step time, rate, peak memory and idle share as one line."""
     text = f"{format_seconds(found.step_seconds)}/step, {found.tokens_per_second:,.0f} tokens/s, "
     text += f"{format_bytes(max(found.peak_bytes))} on the peak rank"
@@ -234,7 +236,7 @@ def summary(found: Forecast) -> str:
 
 
 def _untold(folder: RunFolder, spec: RunSpec, why: str) -> None:
-    forecast.write(folder, (Forecast.none(str(spec.layout), why), None))
+    forecast.write_forecast(folder, (Forecast.none(str(spec.layout), why), None))
 
 
 def _phase(record: JobRecorder, event: dict[str, Any]) -> None:

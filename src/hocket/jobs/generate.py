@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import precision
 from hocket.jobs.request import NAMES, JobRequest, request
 from hocket.jobs.serving.llm import LLM, Completion, OnText
-from hocket.jobs.validate import validate
+from hocket.jobs.validate import validate_layout
 from hocket.spec import renamed
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hocket.serving.request import SamplingParams
 
 
-def generate(
+def generate_texts(
     model: str,
     prompts: Sequence[str],
     *,
@@ -84,7 +84,7 @@ def prepared(
     """A checked request, and one replica that answers it.
 
     Args:
-        options: as of `generate`. serving: options of `ServeOptions`.
+        options: as of `generate_texts`. serving: options of `ServeOptions`.
 
     Raises:
         HocketError: what the caller can mend.
@@ -92,9 +92,9 @@ def prepared(
     from hocket.jobs.serving import request as serve_request
     from hocket.serving.request import refuse_replicas
 
-    options = renamed.options(options, NAMES)
+    options = renamed.present_options(options, NAMES)
     wanted = request({"model": model, "layout": layout, **options})
-    precision.served(wanted.workload)
+    precision.reject_served_dtype(wanted.workload)
     refuse_replicas(wanted.layout)
     # A schedule of training steps says nothing about answers: each rank holds one stage.
     plain = dataclasses.replace(
@@ -138,7 +138,7 @@ def _padded(
 
     source, words = server.source, server.words
     workload = Workload(seq_len=2, global_batch=1, dtype=wanted.workload.dtype)
-    where = validate(source.dimensions, wanted.layout, workload)
+    where = validate_layout(source.dimensions, wanted.layout, workload)
     assert source.weights is not None
     ids = [words.encode(prompt, special=True) for prompt in prompts]
     spec = RunSpec(

@@ -68,7 +68,7 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> LedgerLine | Non
         HocketError: the folder holds no run.
         OSError: the ledger cannot be written.
     """
-    from hocket.reporting.record import read
+    from hocket.reporting.record import read_run
     from hocket.reporting.served import is_served
 
     path = ledger_file()
@@ -76,7 +76,7 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> LedgerLine | Non
         return None
     folder = Path(run)
     entry: LedgerLine | None
-    entry = of_server(folder) if is_served(folder) else of_run(read(folder))
+    entry = of_server(folder) if is_served(folder) else run_line(read_run(folder))
     if entry is None:
         return None
     entry = dataclasses.replace(entry, others=others)
@@ -118,11 +118,11 @@ def read_ledger() -> tuple[list[LedgerEntry], int]:
     Raises:
         OptionError: the ledger is a folder or cannot be read.
     """
-    entries, _, torn = read_all()
+    entries, _, torn = read_all_entries()
     return entries, torn
 
 
-def read_all() -> tuple[list[LedgerEntry], list[ServedEntry], int]:
+def read_all_entries() -> tuple[list[LedgerEntry], list[ServedEntry], int]:
     """Training runs and servers, the oldest first, and how many lines could not be read.
 
     Raises:
@@ -151,7 +151,7 @@ def read_all() -> tuple[list[LedgerEntry], list[ServedEntry], int]:
     return found, served, torn
 
 
-def errors(
+def ledger_errors(
     entries: Iterable[LedgerLine], by: str, figures: Sequence[str] = FIGURES
 ) -> list[dict[str, Any]]:
     """How far predictions were off, a row a group and one over all.
@@ -193,7 +193,7 @@ def _row(name: str, entries: list[LedgerLine], figures: Sequence[str]) -> dict[s
 # --- a folder as a line -----------------------------------------------------------------------
 
 
-def of_run(record: RunRecord) -> LedgerEntry | None:
+def run_line(record: RunRecord) -> LedgerEntry | None:
     """The line of one run; None where it took no step or its spec is gone."""
     spec = record.spec
     if spec is None or record.step_seconds is None:
@@ -234,15 +234,15 @@ def of_server(folder: Path) -> ServedEntry | None:
     """The line of one server; None where it was never ready or its spec is gone."""
     from hocket.reporting import served
 
-    found = served.read(folder)
+    found = served.read_served(folder)
     spec, counted = found.spec, found.measured
-    cache = _figure(served.figures(found), "tokens")
+    cache = _figure(served.served_figures(found), "tokens")
     if spec is None or counted is None or not counted.seconds or cache[1] is None:
         return None
     pairs = {
-        "decode_seconds": _mean(served.rounds(found)),
+        "decode_seconds": _mean(served.round_seconds(found)),
         "prefill_seconds": _mean(served.prompts(found)),
-        "tokens_per_second": _figure(served.figures(found), "rate"),
+        "tokens_per_second": _figure(served.served_figures(found), "rate"),
         "cache_tokens": cache,
     }
     then = {name: pair[0] for name, pair in pairs.items() if pair[0]}
@@ -299,9 +299,9 @@ def _told_by(spec: RunSpec, folder: Path) -> dict[str, Any]:
 
 def machine_words(device: str = "auto") -> str:
     """This machine in words: its GPUs where runs use them, else its cores."""
-    from hocket.jobs.probe import present
+    from hocket.jobs.probe import present_machine
 
-    here = present(device)
+    here = present_machine(device)
     cpu = f"{here.host.cores} cores of {here.host.cpu}"
     names = [found.name for found in here.found.devices] if here.kind == "cuda" else []
     gpus = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
@@ -320,7 +320,7 @@ def _short(model: str) -> str:
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
-def text(
+def ledger_text(
     entries: list[LedgerEntry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
 ) -> str:
     """The ledger as tables: the errors by group, then the last runs; then the same of servers."""
@@ -336,7 +336,7 @@ def text(
             where = f"{path} holds no training runs yet"
         return f"{where}\n" + beside + _torn(torn)
     rows = []
-    for row in errors(entries, by):
+    for row in ledger_errors(entries, by):
         line = [printable(row["group"]), row["runs"], row["predicted"]]
         for figure in FIGURES:
             line += _off_by(row[figure], points=figure == "bubble")
@@ -384,7 +384,7 @@ def _served(entries: Sequence[ServedEntry], by: str, last: int) -> str:
     if not entries:
         return ""
     rows: list[list[Any]] = []
-    for row in errors(entries, by, SERVED_FIGURES):
+    for row in ledger_errors(entries, by, SERVED_FIGURES):
         line = [printable(row["group"]), row["runs"], row["predicted"]]
         for figure in SERVED_FIGURES:
             line += _off_by(row[figure])

@@ -78,13 +78,13 @@ def links(
     """
     from hocket.catalogue import hardware
     from hocket.jobs import machine, machine_plan
-    from hocket.jobs.plan import shape_of
+    from hocket.jobs.plan import model_shape
     from hocket.planning.links import axis_links, cluster_links
     from hocket.planning.plan import plan_one
     from hocket.planning.pool import pool
     from hocket.planning.problem import Problem
 
-    where = machine.cluster(cluster)
+    where = machine.named_cluster(cluster)
     one = layout if isinstance(layout, Layout) else Layout.parse(layout)
     if one.data_parallel == "threads":
         raise LayoutError("threads of one process cross no link", hint="--layout dp2")
@@ -98,7 +98,7 @@ def links(
         )  # fmt: skip
         return dataclasses.replace(_on_cores(asked, where), bridged=bridged, unbridged=unbridged)
     problem = Problem(
-        shape=shape_of(os.fspath(model)),
+        shape=model_shape(os.fspath(model)),
         cluster=where,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -142,7 +142,7 @@ def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPri
     )
 
 
-def text(found: LinkPrices) -> str:
+def link_prices_text(found: LinkPrices) -> str:
     """All of it for a terminal."""
     from hocket.planning.links import MESH, OTHERS
     from hocket.reporting.table import table_text

@@ -29,7 +29,7 @@ SECONDS = 0.4
 """Of multiplying, for each rank."""
 
 
-def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> Links | None:
+def checked_links(options: TrainOptions, layout: Layout, *, joined: bool = False) -> Links | None:
     """The links that were asked for; None without.
 
     Raises:
@@ -75,7 +75,7 @@ def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> L
 
 def settled(launcher: Launcher, spec: RunSpec) -> RunSpec:
     """The spec with its links' scale, measured if it was not given."""
-    links = checked(spec.options, spec.layout)
+    links = checked_links(spec.options, spec.layout)
     if links is None:
         return spec
     if links.scale is None:
@@ -84,7 +84,7 @@ def settled(launcher: Launcher, spec: RunSpec) -> RunSpec:
     return dataclasses.replace(spec, options=options)
 
 
-def settle(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> RunSpec:
+def settle_links(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> RunSpec:
     """As `settled`, written into the run folder where that changed it."""
     found = settled(launcher, spec)
     if found != spec:
@@ -106,7 +106,7 @@ def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
     rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
     hidden = spec.config.get("hidden_size") or spec.config.get("n_embd") or 256
     launcher.run(
-        "hocket.ranks.links:measure",
+        "hocket.ranks.links:measure_links",
         layout.world_size,
         {
             "tokens": min(rows * workload.seq_len, 4096),

@@ -101,7 +101,7 @@ class LockOwner:
         return self.here and _start(self.pid) != self.start
 
 
-def check(folder: Path) -> None:
+def reject_locked(folder: Path) -> None:
     """Refuse a folder that another process writes, without taking it.
 
     Raises:

@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 
 import hocket
-from hocket.jobs.measured_cluster import cluster_of
-from hocket.jobs.probe import BUSY, Listener, ProbeTarget, measure, present
+from hocket.jobs.measured_cluster import measured_cluster
+from hocket.jobs.probe import BUSY, Listener, ProbeTarget, measure_machine, present_machine
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.measured import MachineMeasurements
@@ -33,7 +33,7 @@ PATIENCE = 120.0
 """Seconds that `auto` waits for another probe of this machine."""
 
 
-def cluster(
+def named_cluster(
     text: str | os.PathLike[str],
     *,
     ranks: int | None = None,
@@ -47,7 +47,7 @@ def cluster(
             Anything else is a name of the catalogue or a TOML file.
         ranks: as how many devices a CPU machine is looked at, cores or not. None: its cores.
         device: of `auto`: `cpu`, `cuda`, or whichever it has.
-        on_event: as `jobs.probe.measure`.
+        on_event: as `jobs.probe.measure_machine`.
 
     Raises:
         HocketError: what the caller can mend.
@@ -67,7 +67,7 @@ def kept(device: str = "auto") -> Cluster | None:
     Raises:
         OptionError: no such device here.
     """
-    return _kept(present(device))
+    return _kept(present_machine(device))
 
 
 def probe(
@@ -78,12 +78,12 @@ def probe(
     A quick form does not displace a full one, unless that was disturbed and this was not.
 
     Raises:
-        HocketError: as `jobs.probe.measure`, or another probe is measuring.
+        HocketError: as `jobs.probe.measure_machine`, or another probe is measuring.
     """
-    here = present(device)
+    here = present_machine(device)
     _require_torch()
     with _alone(wait=0.0):
-        found = cluster_of(measure(device=device, quick=quick, on_event=on_event))
+        found = measured_cluster(measure_machine(device=device, quick=quick, on_event=on_event))
         before = _kept(here)
         if not quick or before is None or not _better(before, found):
             _keep(here, found)
@@ -98,7 +98,7 @@ def _better(full: Cluster, quick: Cluster) -> bool:
 
 
 def _auto(device: str, on_event: Listener | None) -> Cluster:
-    here = present(device)
+    here = present_machine(device)
     found = _kept(here)
     if found is not None:
         return found
@@ -106,7 +106,7 @@ def _auto(device: str, on_event: Listener | None) -> Cluster:
     with _alone(wait=PATIENCE):
         found = _kept(here)  # by the one that was waited for
         if found is None:
-            found = cluster_of(measure(device=device, quick=True, on_event=on_event))
+            found = measured_cluster(measure_machine(device=device, quick=True, on_event=on_event))
             _keep(here, found)
     return found
 
@@ -129,7 +129,7 @@ def require_here(cluster: Cluster, *, ranks: int | None = None) -> None:
         return
     told = cluster.measured
     mend = "hocket probe --out FILE measures the machine as it is now"
-    here = present("auto" if told.device == "cuda" else "cpu")
+    here = present_machine("auto" if told.device == "cuda" else "cpu")
     if told.device == "cuda":
         now, then = here.found.devices, told.devices
         if here.kind != "cuda" or not now:
@@ -169,7 +169,7 @@ def _count(number: int, name: str) -> str:
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def folder() -> Path:
+def machine_folder() -> Path:
     """Where measurements of this user are kept."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "hocket" / "probes"
@@ -181,7 +181,7 @@ def kept_file(here: ProbeTarget) -> Path:
     devices = [dataclasses.astuple(one) for one in here.found.devices]
     key = [here.kind, dataclasses.astuple(host), devices, _version("torch"), hocket.__version__]
     digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:24]
-    return folder() / f"{digest}.toml"
+    return machine_folder() / f"{digest}.toml"
 
 
 def _kept(here: ProbeTarget) -> Cluster | None:
@@ -213,8 +213,8 @@ def _alone(wait: float) -> Iterator[None]:
         OptionError: another one is measuring, and was not done within `wait` seconds.
     """
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        lock = open(folder() / "lock", "a+")  # noqa: SIM115  closed below, by the stack
+        machine_folder().mkdir(parents=True, exist_ok=True)
+        lock = open(machine_folder() / "lock", "a+")  # noqa: SIM115  closed below, by the stack
     except OSError:  # nowhere to keep anything: nobody to wait for
         yield
         return
@@ -256,7 +256,7 @@ def _version(package: str) -> str:
 # --- what the verb shows and writes ---------------------------------------------------------------
 
 
-def told(measured: MachineMeasurements) -> str:
+def machine_text(measured: MachineMeasurements) -> str:
     """What was measured, for the terminal."""
     from hocket.reporting.measured import measured_text
 
@@ -284,14 +284,14 @@ def writable(files: Sequence[str | os.PathLike[str]], instead: str = "cluster.to
             raise OptionError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def save(found: Cluster, file: str | os.PathLike[str]) -> None:
+def save_machine(found: Cluster, file: str | os.PathLike[str]) -> None:
     """Write the file that every verb takes as `--cluster`."""
     from hocket.catalogue.hardware import to_toml
 
     write_text(Path(file), to_toml(found))
 
 
-def draw(measured: MachineMeasurements, file: str | os.PathLike[str]) -> None:
+def draw_topology(measured: MachineMeasurements, file: str | os.PathLike[str]) -> None:
     """Write the topology as SVG."""
     from hocket.reporting.topology import svg
 

@@ -35,7 +35,7 @@ OBJECTIVES = ("time", "memory")
 ALL = 1 << 30
 
 
-def plan(
+def machine_plan(
     model: str,
     cluster: Cluster,
     *,
@@ -53,7 +53,7 @@ def plan(
 ) -> TrainingPlan:
     """The best layouts of a model on a measured machine, or one layout foretold.
 
-    Args: as `jobs.plan.plan`; `precision` None is fp32.
+    Args: as `jobs.plan.plan_training`; `precision` None is fp32.
 
     Raises:
         OptionError: a cluster that nobody measured, an objective or a precision that is not for
@@ -61,8 +61,14 @@ def plan(
         LayoutError: no layout is legal, or none fits.
     """
     from hocket.jobs import forecast, forecast_policy
-    from hocket.jobs.adapters import words as of_adapters
-    from hocket.planning.machine_choice import beside, fits, holds, require_fit, weigh
+    from hocket.jobs.adapters import adapter_text as of_adapters
+    from hocket.planning.machine_choice import (
+        evaluate_layouts,
+        fits_machine,
+        holds,
+        require_fit,
+        with_considered_layouts,
+    )
     from hocket.planning.machine_forecast import step_problem
     from hocket.planning.plan import TrainingPlan
 
@@ -81,19 +87,19 @@ def plan(
     shown = ALL if objective == "memory" else top
     if layout is not None:
         layouts = [asked.layout]
-        weighed = weigh(shape, workload, machine, layouts, shown=shown)
+        weighed = evaluate_layouts(shape, workload, machine, layouts, shown=shown)
     else:
         layouts, weighed = forecast.weighed(
             spec,
             shape,
             machine,
-            legal=lambda among: legal(source, workload, among, pins or {}),
+            legal=lambda among: _legal_layouts(source, workload, among, pins or {}),
             shown=shown,
             given=tuple(pins or ()),
         )
     rows = [one for one, _ in weighed]
     if objective == "memory":
-        rows.sort(key=lambda one: (not fits(one), max(one.peak_bytes), one.step_seconds))
+        rows.sort(key=lambda one: (not fits_machine(one), max(one.peak_bytes), one.step_seconds))
     best = rows[0]
     if layout is None:
         require_fit(rows, shape)
@@ -107,7 +113,9 @@ def plan(
         layouts=tuple(_row(one, spec, shape, measured) for one in rows[:top]),
         num_legal=len(layouts),
         num_fitting=sum(holds(step_problem(shape, one, workload), machine) for one in layouts),
-        explanation=tuple(forecast_policy.reasons(beside(best, rows[: top + 1])))
+        explanation=tuple(
+            forecast_policy.forecast_reasons(with_considered_layouts(best, rows[: top + 1]))
+        )
         if explain
         else (),
         notes=(*best.notes, *_vocabulary(spec, source), *of_adapters(shape), *_trust(spec)),
@@ -153,10 +161,10 @@ def problem(
         LayoutError: a layout or a sequence that does not fit model or batch.
     """
     from hocket.jobs import forecast
-    from hocket.jobs.prepare import spec_of, trained_config
+    from hocket.jobs.prepare import job_spec, trained_config
     from hocket.jobs.request import request
-    from hocket.jobs.validate import validate
-    from hocket.models.source import resolve
+    from hocket.jobs.validate import validate_layout
+    from hocket.models.source import resolve_model
     from hocket.spec.capabilities import PRECISIONS
     from hocket.training import tokenizer
 
@@ -176,20 +184,20 @@ def problem(
          "device": "cpu", "lora_rank": lora_rank, "lora_targets": lora_targets,
          "quantize_base": quantize_base}
     )  # fmt: skip
-    source = resolve(model, weights=False)
-    words = tokenizer.resolve(None, model_dir=source.tokenizer)
+    source = resolve_model(model, weights=False)
+    words = tokenizer.resolve_tokenizer(None, model_dir=source.tokenizer)
     config = trained_config(source, words.vocab_size, words.eos_id)
-    spec = spec_of(source, asked, Layout(), config, "plan")
-    one = validate(source.dimensions, layout or Layout(), spec.workload)
+    spec = job_spec(source, asked, Layout(), config, "plan")
+    one = validate_layout(source.dimensions, layout or Layout(), spec.workload)
     unpriced = forecast.unpriced(spec, one)
     if unpriced:
         raise OptionError(f"{unpriced} was not measured here", hint="another --layout")
-    shape = forecast.shape_of(spec)
-    machine = forecast.machine_of(spec, measured)
+    shape = forecast.run_shape(spec)
+    machine = forecast.run_machine(spec, measured)
     return MachinePlanRequest(source=source, spec=spec, shape=shape, machine=machine, layout=one)
 
 
-def legal(
+def _legal_layouts(
     source: ModelSource, workload: Workload, among: list[Layout], pins: Mapping[str, Any]
 ) -> list[Layout]:
     """Those of `among` that the model and the batch allow and that keep what is pinned.
@@ -198,15 +206,15 @@ def legal(
         LayoutError: none does; with the first reason that is not a pin's.
     """
     from hocket.jobs.forecast import keeping
-    from hocket.jobs.validate import validate
-    from hocket.schedules.registry import build
+    from hocket.jobs.validate import validate_layout
+    from hocket.schedules.registry import build_schedule
 
     def complete(layout: Layout) -> Layout | None:
         size = workload.global_batch // layout.dp // (layout.microbatches or 1)
         if size != pins.get("microbatch", size):
             return None
-        one = validate(source.dimensions, layout, workload)
-        build(one, one.microbatches or 1)
+        one = validate_layout(source.dimensions, layout, workload)
+        build_schedule(one, one.microbatches or 1)
         return one
 
     given = {name: value for name, value in pins.items() if name != "microbatch"}
@@ -237,7 +245,7 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasu
     """As the planner tells a layout; what was foretold has no range, so its ends are equal."""
     from hocket.planning.forecast import LayoutForecast as Told
     from hocket.planning.forecast import Range
-    from hocket.planning.machine_choice import MARGIN, fits
+    from hocket.planning.machine_choice import MARGIN, fits_machine
 
     layout, workload = Layout.parse(one.layout), spec.workload
     seconds, tokens = one.step_seconds, workload.global_batch * workload.seq_len
@@ -259,7 +267,7 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasu
         memory=fullest["total"],
         memory_high=round(MARGIN * fullest["total"]),
         memory_by_kind={kind: size for kind, size in fullest.items() if kind != "total"},
-        fits=fits(one),
+        fits=fits_machine(one),
         bubble=one.bubble,
         exposed=talk / seconds,
         parts={**parts, "waiting": max(0.0, seconds - sum(parts.values()))},
@@ -313,7 +321,7 @@ def _trust(spec: RunSpec) -> tuple[str, ...]:
 HEADERS = ("layout", "ranks", "step", "tokens/s", "memory a rank", "bubble", "exposed")
 
 
-def table(found: TrainingPlan) -> str:
+def machine_table(found: TrainingPlan) -> str:
     """The answer as text."""
     from hocket.reporting.table import table_text
 

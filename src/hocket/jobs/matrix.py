@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REFUSED, SWITCHED, Cell, Matrix, TypeRow
-from hocket.spec.proxy_verdict import parts_of
+from hocket.spec.proxy_verdict import verdict_fields
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
@@ -64,7 +64,7 @@ class _Type:
     cells: dict[str, Cell] = dataclasses.field(default_factory=dict)
 
 
-def matrix(
+def check_matrix(
     kinds: Sequence[str] = (),
     layouts: Sequence[str] = (),
     *,
@@ -190,18 +190,18 @@ class _Batch:
 
     def _resolve(self, kinds: list[str]) -> None:
         """The configurations, as a user's directory would bring them."""
-        from hocket.models.samples import sample, switches
-        from hocket.models.source import resolve
+        from hocket.models.samples import sample_config, switches
+        from hocket.models.source import resolve_model
 
         for kind in kinds:
             name = kind.removesuffix(SWITCHED)
-            one = self.types[kind] = _Type(kind, sample(name))
+            one = self.types[kind] = _Type(kind, sample_config(name))
             if kind != name:
                 one.wanted = switches(name)
             file = self.folder / f"{kind}.json"
             file.write_text(json.dumps(one.config))
             try:
-                one.config = resolve(file).config
+                one.config = resolve_model(file).config
             except HocketError as error:
                 one.failure = _cell(REFUSED, error.message.replace(str(file), kind))
 
@@ -247,7 +247,9 @@ class _Batch:
             (one.kind, part)
             for one in self.types.values()
             if one.failure is None
-            for part in sorted({p for layout in self.layouts.values() for p in parts_of(layout)})
+            for part in sorted(
+                {p for layout in self.layouts.values() for p in verdict_fields(layout)}
+            )
             if part not in one.verdict
         ]
 
@@ -347,17 +349,17 @@ class _Batch:
 
     def _refused(self, one: _Type, text: str, layout: Layout) -> bool:
         """Whether a layout is refused before ranks start; its cell is then written."""
-        from hocket.jobs.validate import validate
+        from hocket.jobs.validate import validate_layout
         from hocket.models.dimensions import dimensions
         from hocket.ranks.matrix import WORKLOAD
 
         try:
             model: Dimensions = dimensions(one.config)
-            validate(model, layout, WORKLOAD)
+            validate_layout(model, layout, WORKLOAD)
         except HocketError as error:
             one.cells[text] = _cell(REFUSED, error.message, text)
             return True
-        for part in parts_of(layout):
+        for part in verdict_fields(layout):
             if text not in one.cells and one.verdict[part]:
                 one.cells[text] = _cell(REFUSED, one.verdict[part], text)
         return text in one.cells

@@ -14,7 +14,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.measured import DevicePair, MachineMeasurements, MeasuredDevice
 
 
-def cluster_of(measured: MachineMeasurements) -> Cluster:
+def measured_cluster(measured: MachineMeasurements) -> Cluster:
     """The machine as a cluster.
 
     Raises:

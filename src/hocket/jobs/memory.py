@@ -33,7 +33,7 @@ PROPOSED = 3
 """Layouts that fit the GPUs, at most, among those that are named."""
 
 
-def limit(options: TrainOptions) -> int | None:
+def memory_limit(options: TrainOptions) -> int | None:
     """Bytes that a rank may hold; None: what there is. Raises OptionError."""
     if options.memory_per_rank is None:
         return None
@@ -43,9 +43,9 @@ def limit(options: TrainOptions) -> int | None:
     return found
 
 
-def checked(options: TrainOptions) -> None:
+def reject_memory_limit(options: TrainOptions) -> None:
     """Refuse a limit that would not be held. Raises OptionError."""
-    if limit(options) is None:
+    if memory_limit(options) is None:
         return
     if on_cuda(options):
         raise OptionError(
@@ -60,27 +60,27 @@ def allowed(spec: RunSpec) -> Allowed | None:
     Raises:
         OptionError: a limit that is none.
     """
-    each = limit(spec.options)
+    each = memory_limit(spec.options)
     if each is not None:
         return Allowed(each)
     if on_cuda(spec.options):
         from hocket.planning.fit import HEADROOM
         from hocket.probing import devices
 
-        free = devices.free_memory(spec.layout.world_size)
+        free = devices.free_device_memory(spec.layout.world_size)
         return None if free is None else Allowed(int(free * (1 - HEADROOM)), gpu=True)
-    from hocket.runtime.host_memory import free_memory
+    from hocket.runtime.host_memory import free_host_memory
 
-    here = free_memory()
+    here = free_host_memory()
     return Allowed(here, together=True) if _least(spec) > SURE * here else None
 
 
 def _least(spec: RunSpec) -> float:
     """About the bytes of all ranks, by the sizes alone: a dense model's state, and activations of
     34 bytes a value (Korthikanti et al. 2022, section 4.1, without attention's matrix)."""
-    from hocket.models.source import of_run
+    from hocket.models.source import run_source
 
-    sizes, layout = of_run(spec).dimensions, spec.layout
+    sizes, layout = run_source(spec).dimensions, spec.layout
     width = sizes.hidden_size
     base = spec.options.quantize_base
     state = 4.0 if spec.options.lora_rank is not None else 16.0
@@ -117,7 +117,7 @@ class Fit:
         return [(layout, need) for layout, need in self.tried if need <= self.may.bytes]
 
 
-def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, int]] | None:
+def require_memory(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, int]] | None:
     """What each rank will hold, by kind, if that is allowed; None where it is not predicted.
 
     Args:
@@ -130,18 +130,19 @@ def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, 
     if fit is None:
         return None
     if not fit.ok:
-        raise rejected(fit, spec)
+        raise _over_limit(fit, spec)
     return fit.ranks
 
 
 def fitted(
     launcher: Launcher, folder: RunFolder, spec: RunSpec, *, accumulate: bool
 ) -> tuple[RunSpec, list[dict[str, int]] | None]:
-    """As `require`, of a run that is written down: with more microbatches where that makes it fit
+    """As `require_memory`, of a run that is written down: with more microbatches where that makes
+    it fit
     and `accumulate` allows it, its folder rewritten.
 
     Raises:
-        LayoutError: as `require`.
+        LayoutError: as `require_memory`.
     """
     fit = predicted(launcher, spec, folder.schedule_file.read_text())
     if fit is None or fit.ok:
@@ -149,14 +150,14 @@ def fitted(
     plain = dataclasses.replace(spec.layout, microbatches=None)
     for layout, _ in fit.fitting if accumulate else ():
         if dataclasses.replace(layout, microbatches=None) == plain:
-            from hocket.schedules.registry import build
+            from hocket.schedules.registry import build_schedule
 
             spec = dataclasses.replace(spec, layout=layout)
-            schedule = str(build(layout, layout.microbatches or 1))
+            schedule = str(build_schedule(layout, layout.microbatches or 1))
             write_text(folder.schedule_file, schedule)
             folder.save(spec)
-            return spec, require(launcher, spec, schedule)
-    raise rejected(fit, spec)
+            return spec, require_memory(launcher, spec, schedule)
+    raise _over_limit(fit, spec)
 
 
 def predicted(launcher: Launcher, spec: RunSpec, schedule: str) -> Fit | None:
@@ -176,14 +177,14 @@ def predicted(launcher: Launcher, spec: RunSpec, schedule: str) -> Fit | None:
 
 def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> Fit | None:
     """By the planner's model of memory: nothing is executed."""
-    from hocket.jobs.forecast import shape_of
+    from hocket.jobs.forecast import run_shape
     from hocket.jobs.rehearsal_fit import alternatives
     from hocket.ranks.rehearsal_expected import gpu_memory
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.schedule import Schedule
 
     try:
-        shape = shape_of(spec, launcher)
+        shape = run_shape(spec, launcher)
     except HocketError:
         return None
     fit = Fit(ranks=gpu_memory(shape, spec, Schedule.parse(schedule)), may=may)
@@ -193,7 +194,7 @@ def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> 
     for layout in [*microbatched(spec), *alternatives(spec)]:
         other = dataclasses.replace(spec, layout=layout)
         with contextlib.suppress(HocketError):
-            rows = gpu_memory(shape, other, build(layout, layout.microbatches or 1))
+            rows = gpu_memory(shape, other, build_schedule(layout, layout.microbatches or 1))
             tried.append((layout, max(row["total"] for row in rows)))
         if sum(need <= may.bytes for _, need in tried) == PROPOSED:
             break
@@ -203,22 +204,22 @@ def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> 
 def accumulated(spec: RunSpec, capacity: int) -> Layout:
     """The layout with as few microbatches, but at least its own, as are predicted to fit a GPU of
     `capacity` bytes; as it is where none of them does, or the model cannot be traced."""
-    from hocket.jobs.forecast import shape_of
+    from hocket.jobs.forecast import run_shape
     from hocket.planning.fit import HEADROOM
     from hocket.ranks.rehearsal_expected import gpu_memory
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
 
     with contextlib.suppress(HocketError):
-        shape = shape_of(spec)
+        shape = run_shape(spec)
         for layout in [spec.layout, *microbatched(spec)]:
             other = dataclasses.replace(spec, layout=layout)
-            rows = gpu_memory(shape, other, build(layout, layout.microbatches or 1))
+            rows = gpu_memory(shape, other, build_schedule(layout, layout.microbatches or 1))
             if max(row["total"] for row in rows) <= capacity * (1 - HEADROOM):
                 return layout
     return spec.layout
 
 
-def rejected(fit: Fit, spec: RunSpec) -> LayoutError:
+def _over_limit(fit: Fit, spec: RunSpec) -> LayoutError:
     """A job that holds more than it may, with the layouts that fit."""
     may, ranks, need = fit.may, fit.ranks, fit.need
     name = _named(spec.layout, spec)
@@ -257,7 +258,9 @@ def rejected(fit: Fit, spec: RunSpec) -> LayoutError:
     )
 
 
-def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...]) -> str:
+def predicted_and_counted(
+    predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...]
+) -> str:
     """The fullest rank as foretold and as counted, in words."""
     was = max(row["total"] for row in counted)
     said = max(row["total"] for row in predicted)
@@ -270,12 +273,12 @@ def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...])
 def _named(layout: Layout, spec: RunSpec) -> str:
     """A layout as it can be pasted after --layout: its degrees, its ZeRO stage, what is recomputed,
     and its microbatches where they would be others without."""
-    from hocket.jobs.validate import microbatches
+    from hocket.jobs.validate import resolved_microbatches
 
     fields = [f"zero={layout.zero}"] if layout.zero else []
     if layout.recompute != "none":
         fields.append(f"recompute={layout.recompute}")
-    usual = microbatches(dataclasses.replace(layout, microbatches=None), spec.workload)
+    usual = resolved_microbatches(dataclasses.replace(layout, microbatches=None), spec.workload)
     if layout.microbatches not in (None, usual):
         fields.append(f"microbatches={layout.microbatches}")
     return ":".join([layout.axes_text(), *([",".join(fields)] if fields else [])])
@@ -301,7 +304,7 @@ def _forecast(
             "spec": spec.to_json(),
             "schedule": schedule,
             "allowed": dataclasses.asdict(may),
-            "others": [str(layout) for layout in (*microbatched(spec), *candidates(spec))],
+            "others": [str(layout) for layout in (*microbatched(spec), *_smaller_layouts(spec))],
         },
         hear,
         startup_timeout=300.0,
@@ -312,24 +315,24 @@ def _forecast(
 
 def microbatched(spec: RunSpec) -> Iterator[Layout]:
     """The same layout with more microbatches."""
-    from hocket.jobs.validate import validate
-    from hocket.models.source import of_run
+    from hocket.jobs.validate import validate_layout
+    from hocket.models.source import run_source
 
-    model = of_run(spec).dimensions
+    model = run_source(spec).dimensions
     for count in divisors(spec.workload.global_batch // spec.layout.dp):
         if count > (spec.layout.microbatches or 1):
             more = dataclasses.replace(spec.layout, microbatches=count)
             with contextlib.suppress(HocketError):
-                yield validate(model, more, spec.workload)
+                yield validate_layout(model, more, spec.workload)
 
 
-def candidates(spec: RunSpec) -> Iterator[Layout]:
+def _smaller_layouts(spec: RunSpec) -> Iterator[Layout]:
     """Other legal layouts of at least as many ranks, the fewest first: the same ranks under ZeRO,
     then pipelines before tensors, and data parallel under ZeRO."""
-    from hocket.jobs.validate import validate
-    from hocket.models.source import of_run
+    from hocket.jobs.validate import validate_layout
+    from hocket.models.source import run_source
 
-    model = of_run(spec).dimensions
+    model = run_source(spec).dimensions
     size = spec.layout.world_size
     while size <= MOST_RANKS:
         shapes = [(dp, pp) for dp in divisors(size) for pp in divisors(size // dp)]
@@ -349,7 +352,7 @@ def candidates(spec: RunSpec) -> Iterator[Layout]:
             if not runs(layout):
                 continue
             try:
-                yield validate(model, layout, spec.workload)
+                yield validate_layout(model, layout, spec.workload)
             except HocketError:
                 continue
         size *= 2

@@ -23,8 +23,8 @@ def card(folder: RunFolder, spec: RunSpec, name: str, *, adapter: bool) -> str:
     from hocket.training import hub_data, mixture
 
     given = [mixture.unweighted(path) for path in spec.data]
-    base = None if Path(spec.model).exists() else repo_id.parse(spec.model)
-    sets = [None if Path(path).exists() else hub_data.parse(path) for path, _ in given]
+    base = None if Path(spec.model).exists() else repo_id.parse_repo(spec.model)
+    sets = [None if Path(path).exists() else hub_data.parse_data(path) for path, _ in given]
     header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",

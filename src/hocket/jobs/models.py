@@ -15,7 +15,7 @@ def known() -> list[dict[str, Any]]:
     from hocket.catalogue.families import families
 
     found = []
-    for name in models.names():
+    for name in models.model_names():
         entry, shape = models.entry(name), shapes.shape(name)
         support = families().get(entry.config["model_type"])
         found.append(
@@ -35,13 +35,13 @@ def known() -> list[dict[str, Any]]:
                 "trains": [] if support is None else list(support.trains),
                 "serves": [] if support is None else list(support.serves),
                 "hub_id": entry.hub_id,
-                "note": models.note(name),
+                "note": models.model_note(name),
             }
         )
     return found
 
 
-def gpus() -> list[dict[str, Any]]:
+def known_gpus() -> list[dict[str, Any]]:
     """Every GPU of the catalogue: memory in bytes, bandwidth in bytes/s, dense bf16 (or fp16) rate
     in operations/s, NVLink's generation (0 without), dollars per hour (None: no quote was read)."""
     from hocket.catalogue import hardware
@@ -62,7 +62,7 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def models_table(found: Sequence[dict[str, Any]]) -> str:
     """The models of `known` as text."""
     from hocket.reporting.table import table_text
     from hocket.spec.units import format_count
@@ -93,7 +93,7 @@ def _axes(axes: Sequence[str]) -> str:
 _NAMES = {"zero": "ZeRO", "sequence": "sequence parallelism"}
 
 
-def checked(name: str) -> dict[str, Any]:
+def model_support(name: str) -> dict[str, Any]:
     """What works for one model: its type, and the axes under which that trains and serves.
 
     Args:
@@ -106,12 +106,12 @@ def checked(name: str) -> dict[str, Any]:
     from hocket.catalogue import models
     from hocket.catalogue.families import families
 
-    if name in models.names():
+    if name in models.model_names():
         kind = str(models.entry(name).config["model_type"])
     else:
-        from hocket.models.source import resolve
+        from hocket.models.source import resolve_model
 
-        kind = str(resolve(name, weights=False).config["model_type"])
+        kind = str(resolve_model(name, weights=False).config["model_type"])
     support = families().get(kind)
     return {
         "name": name,
@@ -122,7 +122,7 @@ def checked(name: str) -> dict[str, Any]:
 
 
 def checked_text(found: dict[str, Any]) -> str:
-    """The answer of `checked` in lines."""
+    """The answer of `model_support` in lines."""
     head = f"{found['name']} is of type {found['type']}"
     if not found["checked"]:
         return f"{head}, which was not checked"
@@ -135,7 +135,7 @@ def checked_text(found: dict[str, Any]) -> str:
 
 
 def gpu_table(found: Sequence[dict[str, Any]]) -> str:
-    """The GPUs of `gpus` as text."""
+    """The GPUs of `known_gpus` as text."""
     from hocket.reporting.table import table_text
 
     return table_text(

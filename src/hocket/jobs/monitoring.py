@@ -137,7 +137,7 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
 """Name, expression, time that it must hold, and text of each alert."""
 
 
-def board() -> dict[str, Any]:
+def grafana_board() -> dict[str, Any]:
     """A Grafana board, in the JSON that Grafana imports: two panels a row."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = [

@@ -68,7 +68,7 @@ def parallelize(
     """
     from hocket.runtime import parallelize as runtime
     from hocket.runtime.mesh import require_world_size
-    from hocket.schedules import build
+    from hocket.schedules import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
     from hocket.spec.schedule import Schedule
@@ -81,7 +81,7 @@ def parallelize(
     if mesh is None:
         require_world_size(layout)
     if order is None and layout.num_stages > 1:
-        order = build(layout, layout.microbatches or 2 * layout.pp)
+        order = build_schedule(layout, layout.microbatches or 2 * layout.pp)
     hugging_face = _is_hugging_face(module)
     if layout.cp > 1 and (not hugging_face or (loss_fn is not None and not labels_shifted)):
         raise _no_context(layout, hugging_face)
@@ -89,9 +89,9 @@ def parallelize(
     if hugging_face and plan is None:
         from hocket.models.plans import plan_for
         from hocket.models.plans.router import router_loss
-        from hocket.ranks.proxy.inside import require_equal
+        from hocket.ranks.proxy.inside import require_equal_inside
 
-        verdict = require_equal(module, layout, loss=loss_fn is None)
+        verdict = require_equal_inside(module, layout, loss=loss_fn is None)
         shifts = verdict.shifts is not False
         degrees = layout.tp * layout.cp * layout.num_stages * layout.ep
         if degrees > 1 or layout.zero == 3 or layout.recompute != "none":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hocket.spec.model_shape import ModelShape
 
 
-def plan(
+def plan_training(
     model: str | os.PathLike[str],
     *,
     cluster: str,
@@ -80,19 +80,19 @@ def plan(
     """
     from hocket.catalogue.hardware import with_prices
     from hocket.cost.adapters import of_options
-    from hocket.jobs.adapters import words
-    from hocket.jobs.machine import cluster as find_cluster
+    from hocket.jobs.adapters import adapter_text
+    from hocket.jobs.machine import named_cluster as find_cluster
     from hocket.planning.goodput import plan_goodput
-    from hocket.planning.layouts import parse_pins
-    from hocket.planning.plan import plan as search
+    from hocket.planning.layouts import layout_pins
+    from hocket.planning.plan import best_layouts as search
     from hocket.planning.plan import plan_one
     from hocket.planning.problem import EXPERT_IMBALANCE, STACK, Problem
-    from hocket.planning.stacks import stack as find_stack
-    from hocket.planning.tools.emit import check, tool
+    from hocket.planning.stacks import named_stack as find_stack
+    from hocket.planning.tools.emit import reject_unsupported, tool
     from hocket.planning.tools.limits import division
 
     texts = [f"{k}={v}" for k, v in pin.items()] if isinstance(pin, Mapping) else list(pin)
-    pins = parse_pins(texts)
+    pins = layout_pins(texts)
     if layout is not None and pins:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
     machines = find_cluster(cluster)
@@ -123,7 +123,7 @@ def plan(
             )
         from hocket.jobs import machine_plan
 
-        return machine_plan.plan(
+        return machine_plan.machine_plan(
             os.fspath(model),
             machines,
             seq_len=seq_len,
@@ -143,7 +143,7 @@ def plan(
     bounds += [] if emit is None else [tool(emit).limits]
     limits = tuple(bounds)
     problem = Problem(
-        shape=of_options(shape_of(os.fspath(model)), lora_rank, lora_targets, quantize_base),
+        shape=of_options(model_shape(os.fspath(model)), lora_rank, lora_targets, quantize_base),
         cluster=machines,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -166,7 +166,7 @@ def plan(
         one = layout if isinstance(layout, Layout) else Layout.parse(layout)
         found = plan_one(problem, one)
         for limit in limits:
-            check(limit, problem, found.best)
+            reject_unsupported(limit, problem, found.best)
     else:
         everything = all or bool(limits)
         found = search(problem, objective=objective, top=top, pins=pins, everything=everything)
@@ -182,7 +182,7 @@ def plan(
         found = dataclasses.replace(found, notes=(*found.notes, note))
     found = dataclasses.replace(
         found,
-        notes=(*found.notes, *words(problem.shape)),
+        notes=(*found.notes, *adapter_text(problem.shape)),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         quantize_base=quantize_base,
@@ -192,7 +192,7 @@ def plan(
         ),
     )
     if explain and found.best.fits:
-        from hocket.planning.explain import explain as sentences
+        from hocket.planning.explain import explain_layout as sentences
 
         here = not all and not limits and found.best.runs_here
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
@@ -205,7 +205,7 @@ def default_precision(gpu: Gpu) -> str:
     return next((name for name in ("bf16", "fp16", "fp32") if name in gpu.flops), "bf16")
 
 
-def shape_of(model: str) -> ModelShape:
+def model_shape(model: str) -> ModelShape:
     """The shape of a model: shipped for the catalogue's, traced for any other.
 
     Of a model of the Hub the configuration alone is downloaded; where it is one that the catalogue
@@ -220,23 +220,23 @@ def shape_of(model: str) -> ModelShape:
     name = _shipped(model)
     if name is not None:
         return dataclasses.replace(shapes.shape(name), name=model)
-    found = source.resolve(model, weights=False)
+    found = source.resolve_model(model, weights=False)
     from hocket.models.trace import trace
 
     return trace(found.config, name=model)
 
 
-def stored(model: str, *, serve: bool = False) -> str:
+def storage_note(model: str, *, serve: bool = False) -> str:
     """Of a quantized checkpoint how its weights are stored, and what the plan has computed with;
     empty of any other model."""
     from hocket.catalogue import models
     from hocket.models import quantization
 
-    if model in models.names() or not (os.path.exists(model) or "/" in model):
+    if model in models.model_names() or not (os.path.exists(model) or "/" in model):
         return ""
     if _shipped(model) is not None and "quantization_config" not in _hub_config(model):
         return ""  # the catalogue's own, which needs no torch to be known
-    text = quantization.stored(model)
+    text = quantization.storage_text(model)
     if not text:
         return ""
     text += "; hocket reads them into its own dtype, and the plan is of that"
@@ -248,10 +248,10 @@ def _shipped(model: str) -> str | None:
     from hocket.catalogue import models, shapes
     from hocket.models import repo_id
 
-    if model in shapes.names():
+    if model in shapes.shape_names():
         return model
-    repo = None if os.path.exists(model) else repo_id.parse(model)
-    named = (name for name in shapes.names() if repo and models.entry(name).hub_id == repo.id)
+    repo = None if os.path.exists(model) else repo_id.parse_repo(model)
+    named = (name for name in shapes.shape_names() if repo and models.entry(name).hub_id == repo.id)
     name = next(named, None)
     if repo is None or name is None:
         return None
@@ -265,11 +265,11 @@ def _hub_config(model: str) -> Mapping[str, Any]:
     from hocket.models import fetched, repo_id
     from hocket.spec.files import parse_json
 
-    repo = None if os.path.exists(model) else repo_id.parse(model)
+    repo = None if os.path.exists(model) else repo_id.parse_repo(model)
     if repo is None:
         return {}
     found: Mapping[str, Any] = parse_json(
-        (fetched.directory(repo, weights=False) / "config.json").read_text()
+        (fetched.fetched_directory(repo, weights=False) / "config.json").read_text()
     )
     return found
 
@@ -282,7 +282,7 @@ def _config(model: str) -> Mapping[str, Any]:
     name = _shipped(model)
     if name is not None:
         return models.config(name)
-    return source.resolve(model, weights=False).config
+    return source.resolve_model(model, weights=False).config
 
 
 def _model_type(model: str) -> str:
@@ -294,7 +294,7 @@ def _positions(model: str) -> int | None:
     """Positions that a model was made for, None where its configuration does not say."""
     from hocket.models import repo_id
 
-    if _shipped(model) is None and not os.path.exists(model) and repo_id.parse(model) is None:
+    if _shipped(model) is None and not os.path.exists(model) and repo_id.parse_repo(model) is None:
         return None  # a name of the service planner's own, or a number of bytes
     config = _config(model)
     keys = ("max_position_embeddings", "n_positions")
@@ -306,14 +306,14 @@ def _positions(model: str) -> int | None:
 HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B tokens")
 
 
-def table(found: TrainingPlan) -> str:
+def plan_table(found: TrainingPlan) -> str:
     """The answer as text: what was asked, the best layouts, and how to run the first."""
     from hocket.catalogue.hardware import price_text
 
     if found.machine:
         from hocket.jobs import machine_plan
 
-        return machine_plan.table(found)
+        return machine_plan.machine_table(found)
     from hocket.planning.fit import HEADROOM
 
     lines = [
@@ -379,7 +379,7 @@ def _failures(one: Goodput) -> str:
     )
 
 
-def runs(found: TrainingPlan) -> bool:
+def trains(found: TrainingPlan) -> bool:
     """Whether hocket can train in the best layout."""
     return found.best.fits and found.best.runs_here
 
@@ -391,12 +391,12 @@ def rehearsal(found: TrainingPlan) -> list[str]:
     return words + _adapters(found)
 
 
-def command(found: TrainingPlan) -> list[str]:
+def train_command(found: TrainingPlan) -> list[str]:
     """The words of the command that trains in the best layout."""
     # LoRA needs weights, which a name of the catalogue has not.
     from hocket.catalogue import models
 
-    known = found.lora_rank is not None and found.model in models.names()
+    known = found.lora_rank is not None and found.model in models.model_names()
     name = (known and models.entry(found.model).hub_id) or found.model
     words = ["train", name, "--data", "DATA", "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
@@ -415,7 +415,7 @@ def _adapters(found: TrainingPlan) -> list[str]:
     return words
 
 
-def emitted(found: TrainingPlan, tool: str) -> str:
+def emitted_layout(found: TrainingPlan, tool: str) -> str:
     """The best layout as another tool's flags.
 
     Raises:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.plan import plan, shape_of, table
+from hocket.jobs.plan import model_shape, plan_table, plan_training
 from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -74,11 +74,11 @@ def plan_from(
         OptionError: what neither the file nor an argument says, or a value that no layout has.
         LayoutError: a layout that does not fit model, batch or GPUs.
     """
-    from hocket.planning.reading.file import changed, difference, read, target
+    from hocket.planning.reading.file import changed, read_tool_file, target, text_diff
     from hocket.planning.tools.emit import SERVERS, job
-    from hocket.planning.tools.megatron import environment
+    from hocket.planning.tools.megatron import _megatron_environment
 
-    text, found = read(file)
+    text, found = read_tool_file(file)
     if found.tool in SERVERS:
         raise OptionError(
             f"--from {file}: a server's command, and this plans a training step",
@@ -97,10 +97,10 @@ def plan_from(
             f"{file} is for {found.world} GPUs, and {cluster} has {gpus}",
             hint=f"--cluster with {found.world} GPUs",
         )
-    layers = len(shape_of(name).layers) if found.layers_per_stage else None
-    predicted = plan(name, layout=found.layout(gpus, batch, layers), **asked)
+    layers = len(model_shape(name).layers) if found.layers_per_stage else None
+    predicted = plan_training(name, layout=found.layout(gpus, batch, layers), **asked)
     tool = target(found)
-    searched = plan(name, emit=tool, top=1, **asked)
+    searched = plan_training(name, emit=tool, top=1, **asked)
     best = searched.best
     here = predicted.best
     if here.fits and best.step_seconds.median >= here.step_seconds.median * 0.999:
@@ -110,8 +110,8 @@ def plan_from(
     new = changed(text, found, chosen)
     return ReadPlan(
         file=file, configuration=found, predicted=predicted, better=best,
-        diff=difference(os.path.basename(file), text, new), searched=searched.problem,
-        environment=(environment(chosen) or "") if tool.startswith("megatron") else "",
+        diff=text_diff(os.path.basename(file), text, new), searched=searched.problem,
+        environment=(_megatron_environment(chosen) or "") if tool.startswith("megatron") else "",
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def reading_text(reading: ReadPlan) -> str:
     lines = [
         f"{os.path.basename(reading.file)}, read as {found.tool}: {reading.predicted.best.layout}"
     ]
-    lines += [*_said(found), "", table(reading.predicted), ""]
+    lines += [*_said(found), "", plan_table(reading.predicted), ""]
     best, here = reading.better, reading.predicted.best
     if best is None:
         return "\n".join([*lines, "No layout that this tool can run is faster."])
@@ -149,11 +149,11 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     from hocket.jobs.serving import table as serve_table
     from hocket.jobs.serving.plan import serve_plan
     from hocket.planning.reading import servers
-    from hocket.planning.reading.file import difference, read
+    from hocket.planning.reading.file import read_tool_file, text_diff
     from hocket.planning.tools.emit import SERVERS
     from hocket.spec.layout import Layout
 
-    text, found = read(file)
+    text, found = read_tool_file(file)
     if found.tool not in SERVERS:
         raise OptionError(
             f"--from {file}: a configuration of {found.tool}, which trains",
@@ -168,14 +168,16 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     pins = (f"max_num_batched_tokens={found.microbatch}",) if found.microbatch else ()
     (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **asked)
     (best,) = serve_plan(name, cluster=cluster, top=1, **asked)
-    new = servers.changed_command(text, found.tool, serve_table.emitted(best, found.tool))
+    new = servers.changed_command(
+        text, found.tool, serve_table.emitted_deployment(best, found.tool)
+    )
     lines = [f"{os.path.basename(file)}, read as {found.tool}: {layout}", *_said(found), ""]
-    lines += [serve_table.text([here]), ""]
+    lines += [serve_table.plans_text([here]), ""]
     if best.best is None or here.best is None or best.best.layout == here.best.layout:
         lines.append("No layout of these GPUs is cheaper.")
         return "\n".join(lines)
     lines += [f"Better: {best.best.layout} on {best.best.num_gpus} {best.best.gpu}.", ""]
-    return "\n".join([*lines, difference(os.path.basename(file), text, new).rstrip("\n")])
+    return "\n".join([*lines, text_diff(os.path.basename(file), text, new).rstrip("\n")])
 
 
 def _said(found: ToolConfiguration) -> list[str]:
@@ -203,7 +205,7 @@ def _one(name: str, written: Any, given: Any, default: Any) -> Any:
 
 
 def _gpus(cluster: str) -> int:
-    from hocket.jobs.machine import cluster as find_cluster
+    from hocket.jobs.machine import named_cluster as find_cluster
 
     return find_cluster(cluster).num_gpus
 
@@ -236,7 +238,7 @@ def _model(written: str | None, given: str) -> str:
         raise OptionError(
             "the file does not name a model", hint="hocket plan llama-3-8b --from FILE ..."
         )
-    for name in models.names():
+    for name in models.model_names():
         if written in (name, models.entry(name).hub_id):
             return name
     if written.lower() in CONFIGS:

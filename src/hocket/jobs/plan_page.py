@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from hocket.planning.plan import TrainingPlan
 
 
-def write(found: TrainingPlan, path: str) -> Path:
+def write_plan_page(found: TrainingPlan, path: str) -> Path:
     """Write the page; its path.
 
     Raises:
         OptionError: a plan of CPU cores, or a path that cannot be written.
     """
     from hocket.catalogue.hardware import price_text
-    from hocket.jobs.plan import HEADERS, cells, command
+    from hocket.jobs.plan import HEADERS, cells, train_command
     from hocket.planning.plan import timeline_of
-    from hocket.reporting.plan_page import PlanPage, PlanRow, page
+    from hocket.reporting.plan_page import PlanPage, PlanRow, plan_html
 
     problem = found.problem
     if problem is None:
@@ -48,14 +48,14 @@ def write(found: TrainingPlan, path: str) -> Path:
         )
 
     rows = tuple(map(row, (*found.layouts, *found.unsupported_layouts)))
-    text = page(
+    text = plan_html(
         PlanPage(
             title=f"{found.model} on {found.cluster}",
             asked=f"{found.precision}, sequences of {found.seq_len:,}, global batch "
             f"{found.global_batch:,}: {found.num_legal:,} legal layouts, {found.num_fitting:,} fit",
             headings=HEADERS,
             rows=rows,
-            command="hocket " + shlex.join(command(found)),
+            command="hocket " + shlex.join(train_command(found)),
             notes=found.notes,
             capacity=problem.usable,
             pipeline=timeline_of(problem, found.best.layout),

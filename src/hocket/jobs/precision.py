@@ -25,7 +25,7 @@ def on_cuda(options: TrainOptions) -> bool:
     return cuda_shows()
 
 
-def checked(
+def reject_precision(
     workload: Workload, options: TrainOptions, layout: Layout, schedule: Schedule | None = None
 ) -> None:
     """Refuse a dtype or an offload that the devices or the layout cannot have.
@@ -74,7 +74,7 @@ def checked(
         )
 
 
-def served(workload: Workload) -> None:
+def reject_served_dtype(workload: Workload) -> None:
     """Refuse a dtype that is trained in and not served in. Raises OptionError."""
     if workload.dtype not in PRECISIONS:
         raise OptionError(
@@ -84,7 +84,7 @@ def served(workload: Workload) -> None:
         )
 
 
-def remark(spec: RunSpec) -> str | None:
+def precision_remark(spec: RunSpec) -> str | None:
     """What a person should know of how gradients are summed; None: nothing."""
     if spec.options.grad_dtype == "fp32" or spec.layout.dp == 1 or on_cuda(spec.options):
         return None

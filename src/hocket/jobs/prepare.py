@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults, elastic, links, lock, memory, precision
 from hocket.jobs.request import JobRequest, check_options
-from hocket.jobs.validate import validate
+from hocket.jobs.validate import validate_layout
 from hocket.spec.errors import (
     DataError,
     ModelError,
@@ -48,7 +48,7 @@ class PreparedJob:
     schedule: Schedule
 
 
-def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
+def prepare_job(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
     """Check a request as far as that goes without reading through its data.
 
     Args:
@@ -58,23 +58,23 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
         HocketError: the model is unknown, the layout or the schedule does not fit, the data is
             not there.
     """
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
     from hocket.training import data_paths, mixture, tokenizer
 
     device_checked(request.options)
     request = defaults.with_dtype(request)
     trusted = request.options.trust_remote_code
-    source = resolve(request.model, trust_remote_code=trusted, weights=False)
+    source = resolve_model(request.model, trust_remote_code=trusted, weights=False)
     request = defaults.with_length(request, source)
     choice_checked(request, world_size)
     elastic.checked(request.options, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
-    layout = validate(source.dimensions, asked, request.workload, world_size=world_size)
+    layout = validate_layout(source.dimensions, asked, request.workload, world_size=world_size)
     schedule = scheduled(layout)
     if not request.auto:
-        links.checked(request.options, layout, joined=world_size is not None)
-    memory.checked(request.options)
-    precision.checked(request.workload, request.options, layout, schedule)
+        links.checked_links(request.options, layout, joined=world_size is not None)
+    memory.reject_memory_limit(request.options)
+    precision.reject_precision(request.workload, request.options, layout, schedule)
     if not request.data:
         raise DataError(
             "no data was named",
@@ -85,7 +85,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
         mixture.slots_of(weights)
     # One commit for all of the job, whatever is pushed to a branch meanwhile.
     data, eval_data = (
-        tuple(map(data_paths.fixed, data_paths.expanded(paths)))
+        tuple(map(data_paths.fixed, data_paths.expanded_paths(paths)))
         for paths in (request.data, request.eval_data)
     )
     request = dataclasses.replace(request, data=data, eval_data=eval_data)
@@ -98,9 +98,9 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
         )
     mixture.reject_weights(eval_data)
     for paths in filter(None, (data, eval_data)):
-        data_paths.find(paths)
+        data_paths.find_sources(paths)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
-    source = resolve(source.repo or request.model, trust_remote_code=trusted)
+    source = resolve_model(source.repo or request.model, trust_remote_code=trusted)
     if request.options.lora_rank is not None and source.weights is None:
         raise ModelError(
             f"LoRA adapts weights that are there, and {source.name} has none",
@@ -114,7 +114,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
             hint="--tokenizer DIR (or --tokenizer bytes, if they were trained on bytes)",
         )
     if request.options.tokenizer not in (None, "train"):
-        tokenizer.resolve(
+        tokenizer.resolve_tokenizer(
             request.options.tokenizer,
             model_dir=source.tokenizer,
             trust_remote_code=request.options.trust_remote_code,
@@ -143,7 +143,7 @@ def _with_weights(name: str) -> str:
     """Where a model has its weights, of which only the configuration was named."""
     from hocket.catalogue import models
 
-    repo = models.entry(name).hub_id if name in models.names() else None
+    repo = models.entry(name).hub_id if name in models.model_names() else None
     here = "a directory with safetensors weights, or no --lora-rank"
     return here if repo is None else f"hocket train {repo}, which has them; or {here}"
 
@@ -160,7 +160,7 @@ def choice_checked(request: JobRequest, world_size: int | None) -> None:
 
 def scheduled(layout: Layout) -> Schedule:
     """The schedule of a layout with microbatches. Raises ScheduleError."""
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
 
     assert layout.microbatches is not None
     if "," in layout.schedule:
@@ -168,10 +168,10 @@ def scheduled(layout: Layout) -> Schedule:
             f"the path {layout.schedule!r} holds a comma, which separates a layout's fields",
             hint="rename the schedule file",
         )
-    return build(layout, layout.microbatches)
+    return build_schedule(layout, layout.microbatches)
 
 
-def run_folder(request: JobRequest) -> RunFolder:
+def train_folder(request: JobRequest) -> RunFolder:
     """The run folder asked for, or a new name under `runs/`.
 
     Raises:
@@ -181,7 +181,7 @@ def run_folder(request: JobRequest) -> RunFolder:
     if request.run is None:
         return RunFolder(new_folder(Path("runs") / (short_name(request.model) or "run")))
     folder = RunFolder(request.run)
-    lock.check(folder.path)
+    lock.reject_locked(folder.path)
     if folder.spec_file.exists():
         if not folder.metrics_file.exists() and not folder.checkpoints.exists():
             raise RunFolderError(
@@ -210,7 +210,7 @@ def short_name(model: str) -> str:
     """A model's name without the folder or the organization before it."""
     from hocket.models import repo_id
 
-    repo = None if Path(model).expanduser().exists() else repo_id.parse(model)
+    repo = None if Path(model).expanduser().exists() else repo_id.parse_repo(model)
     return Path(model if repo is None else repo.id).name
 
 
@@ -258,17 +258,17 @@ def data(
 
     request, source = job.request, job.source
     options, workload = request.options, request.workload
-    found = data_paths.find(request.data, streaming=options.streaming).sources
-    held = documents.kinds(found, options.data_format)
+    found = data_paths.find_sources(request.data, streaming=options.streaming).sources
+    held = documents.source_kinds(found, options.data_format)
     if options.tokenizer == "train" and set(held) != {conversation.TEXT}:
         raise OptionError(
             "--tokenizer train learns from text; the data holds chats or completions",
             hint="--tokenizer bytes, or a directory that has one",
         )
-    words = tokenizer.resolve(
+    words = tokenizer.resolve_tokenizer(
         options.tokenizer,
         model_dir=source.tokenizer,
-        texts=lambda: data_sources.documents(
+        texts=lambda: data_sources.source_documents(
             found, options.text_field, CorruptRecords(options.max_corrupt_records)
         ),
         vocab_size=options.vocab_size,
@@ -277,11 +277,11 @@ def data(
     config = trained_config(source, words.vocab_size, words.eos_id)
     if config is not source.config:
         sizes = dataclasses.replace(source.dimensions, vocab_size=words.vocab_size)
-        validate(sizes, job.layout, workload, world_size=job.layout.world_size)
+        validate_layout(sizes, job.layout, workload, world_size=job.layout.world_size)
     templates = documents.templates_of(
         words, words.directory or source.tokenizer, options.chat_template_file
     )
-    tokens = tokens_of.prepare(
+    tokens = tokens_of.prepare_data(
         folder.data,
         words,
         request.data,
@@ -349,7 +349,7 @@ def tokenized(job: PreparedJob, folder: RunFolder, record: JobRecorder) -> Prepa
     read = [
         notice
         for paths in filter(None, (asked.data, asked.eval_data))
-        for notice in data_paths.find(paths, streaming=asked.options.streaming).notices
+        for notice in data_paths.find_sources(paths, streaming=asked.options.streaming).notices
     ]
     record.phase("tokenizing")
     words, tokens, config = data(job, folder, record.tokenized)
@@ -380,7 +380,7 @@ def fitted_to(job: PreparedJob, tokens: Tokens) -> PreparedJob:
     return dataclasses.replace(job, request=dataclasses.replace(job.request, options=options))
 
 
-def placed(
+def job_in_layout(
     job: PreparedJob,
     layout: Layout,
     *,
@@ -390,7 +390,7 @@ def placed(
     """The job in another layout, with its schedule.
 
     Args:
-        world_size: as `plan`.
+        world_size: as `prepare_job`.
         schedule: of the layout, where it is not to be built.
 
     Raises:
@@ -398,23 +398,23 @@ def placed(
         OptionError: the links, the dtype or an offload cannot be had in it.
     """
     options, workload = job.request.options, job.request.workload
-    layout = validate(job.source.dimensions, layout, workload, world_size=world_size)
-    links.checked(options, layout, joined=world_size is not None)
+    layout = validate_layout(job.source.dimensions, layout, workload, world_size=world_size)
+    links.checked_links(options, layout, joined=world_size is not None)
     schedule = schedule or scheduled(layout)
-    precision.checked(workload, options, layout, schedule)
+    precision.reject_precision(workload, options, layout, schedule)
     return dataclasses.replace(job, layout=layout, schedule=schedule)
 
 
-def write(job: PreparedJob, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
+def write_run(job: PreparedJob, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
     """Write run.json and schedule.txt: from here on the folder holds a run."""
-    spec = spec_of(job.source, job.request, job.layout, config, command)
+    spec = job_spec(job.source, job.request, job.layout, config, command)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_text(folder.schedule_file, str(job.schedule))
     folder.create(spec)
     return spec
 
 
-def spec_of(
+def job_spec(
     source: ModelSource, request: JobRequest, layout: Layout, config: dict[str, Any], command: str
 ) -> RunSpec:
     """The RunSpec of a job; its paths hold from any working folder."""
@@ -428,13 +428,13 @@ def spec_of(
         workload=request.workload,
         options=request.options,
         weights=str(source.weights.resolve()) if source.weights is not None else None,
-        data=tuple(data_paths.pinned(path) for path in request.data),
-        eval_data=tuple(data_paths.pinned(path) for path in request.eval_data),
+        data=tuple(data_paths.pinned_path(path) for path in request.data),
+        eval_data=tuple(data_paths.pinned_path(path) for path in request.eval_data),
         command=command,
     )
 
 
-def payload(folder: RunFolder, spec: RunSpec) -> dict[str, Any]:
+def rank_payload(folder: RunFolder, spec: RunSpec) -> dict[str, Any]:
     """What ranks that read a run folder need besides it: the command's permission to run code."""
     return {
         "run": str(folder.path.resolve()),

@@ -37,7 +37,7 @@ class ProbeTarget:
     found: FoundDevices
 
 
-def present(device: str = "auto") -> ProbeTarget:
+def present_machine(device: str = "auto") -> ProbeTarget:
     """Look at this machine; milliseconds.
 
     Raises:
@@ -48,7 +48,7 @@ def present(device: str = "auto") -> ProbeTarget:
 
     if device not in DEVICES:
         raise OptionError(f"unknown device {device!r}", hint=f"use one of {', '.join(DEVICES)}")
-    found = devices.find()
+    found = devices.find_devices()
     if device == "cuda" and not cuda_shows():
         count = len(found.devices)
         seen = (
@@ -62,7 +62,7 @@ def present(device: str = "auto") -> ProbeTarget:
     return ProbeTarget(kind, dataclasses.replace(host.host(), network=rate), found)
 
 
-def measure(
+def measure_machine(
     *, device: str = "auto", quick: bool = False, on_event: Listener | None = None
 ) -> MachineMeasurements:
     """Measure this machine.
@@ -75,15 +75,15 @@ def measure(
     Raises:
         HocketError: no such device, or ranks that died before anything was measured.
     """
-    from hocket.launch import Launcher, joined
+    from hocket.launch import Launcher, joined_context
     from hocket.probing.sizes import worlds
 
-    if joined() is not None:
+    if joined_context() is not None:
         raise OptionError(
             "probe starts its own ranks; it was started as one of another launcher's",
             hint="run it without torchrun",
         )
-    here = present(device)
+    here = present_machine(device)
     cuda = here.kind == "cuda"
     count = max(1, len(here.found.devices)) if cuda else here.host.cores
     payload: dict[str, Any] = {

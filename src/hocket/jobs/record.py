@@ -125,7 +125,7 @@ class JobRecorder:
     def summary(self, folder: RunFolder) -> Summary:
         import statistics
 
-        told = forecast.read(folder)
+        told = forecast.read_forecast(folder)
         found = Summary(
             run=folder.path,
             memory=self.memory,

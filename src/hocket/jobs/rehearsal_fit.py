@@ -21,7 +21,7 @@ TENSOR_RANKS = 8
 """Degree of tp up to which a layout is proposed: ranks of one node."""
 
 
-def require(found: Rehearsed) -> None:
+def require_fit(found: Rehearsed) -> None:
     """Reject a job that does not complete or does not fit.
 
     Raises:
@@ -32,9 +32,9 @@ def require(found: Rehearsed) -> None:
     reason = unfinished(found)
     if reason is not None:
         raise ScheduleError(reason, hint="--schedule gpipe, or fewer --microbatches")
-    reason = unfit(found)
+    reason = _why_unfit(found)
     if reason is not None:
-        other = nearest(found)
+        other = _nearest_fit(found)
         raise LayoutError(reason, hint=None if other is None else f"--layout {other}")
 
 
@@ -50,7 +50,7 @@ def unfinished(found: Rehearsed) -> str | None:
     return f"{len(verdict.waiting)} of {size} ranks deadlock on NCCL:\n{cycle}"
 
 
-def unfit(found: Rehearsed) -> str | None:
+def _why_unfit(found: Rehearsed) -> str | None:
     """Why a job's tensors do not fit; None: they do."""
     peak = max(found.report.peak_bytes, key=lambda row: row["total"])
     capacity = found.job.device.memory
@@ -62,7 +62,7 @@ def unfit(found: Rehearsed) -> str | None:
     )
 
 
-def nearest(found: Rehearsed) -> Layout | None:
+def _nearest_fit(found: Rehearsed) -> Layout | None:
     """The first of the alternatives that is predicted to fit; None: none of them is.
 
     The prediction is scaled by how far it is off for the layout that was executed.
@@ -94,11 +94,11 @@ def nearest(found: Rehearsed) -> Layout | None:
 def alternatives(spec: RunSpec) -> Iterator[Layout]:
     """Layouts that hold less on a rank, what changes least first: the same ranks with ZeRO, with
     recompute or both, then more tensor, pipeline and data ranks."""
-    from hocket.jobs.validate import validate
-    from hocket.models.source import of_run
+    from hocket.jobs.validate import validate_layout
+    from hocket.models.source import run_source
     from hocket.spec.capabilities import runs
 
-    dimensions = of_run(spec).dimensions
+    dimensions = run_source(spec).dimensions
     layout = spec.layout
 
     def lighter(one: Layout) -> Iterator[Layout]:
@@ -122,7 +122,7 @@ def alternatives(spec: RunSpec) -> Iterator[Layout]:
         if one.pp > 1 and one.microbatches == 1 and layout.pp == 1:
             one = dataclasses.replace(one, microbatches=None)
         try:
-            legal = validate(dimensions, one, spec.workload, world_size=one.world_size)
+            legal = validate_layout(dimensions, one, spec.workload, world_size=one.world_size)
         except (LayoutError, OptionError):
             continue
         if runs(legal):
@@ -132,10 +132,10 @@ def alternatives(spec: RunSpec) -> Iterator[Layout]:
 def gpu_here() -> str | None:
     """This machine's GPU by its name in the catalogue."""
     from hocket.catalogue import hardware
-    from hocket.probing.devices import find
+    from hocket.probing.devices import find_devices
 
     try:
-        devices = find().devices
+        devices = find_devices().devices
         return hardware.gpu(devices[0].name).name if devices else None
     except HocketError:
         return None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Listener = Callable[[RehearsalCell], None]
 
 
-def chosen(
+def chosen_cases(
     models: Sequence[str] = (), schedules: Sequence[str] = (), options: Sequence[str] = ()
 ) -> tuple[MatrixJob, ...]:
     """The cases of some models, schedules and options; an empty choice takes all.
@@ -65,7 +65,7 @@ def chosen(
     )
 
 
-def matrix(
+def rehearse_matrix(
     cases: Sequence[MatrixJob] = CASES, *, workers: int = MOST, on_cell: Listener | None = None
 ) -> RehearsalMatrix:
     """Rehearse cases.
@@ -148,7 +148,7 @@ def rehearsed(case: MatrixJob, workers: RehearsalWorkers) -> RehearsalCell:
     Raises:
         OptionError: there is no C++ compiler.
     """
-    from hocket.jobs.rehearse import prepared, rehearse
+    from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
     from hocket.jobs.request import request
 
     begin = time.perf_counter()
@@ -166,11 +166,11 @@ def rehearsed(case: MatrixJob, workers: RehearsalWorkers) -> RehearsalCell:
 
     try:
         asked = request({**case.request(), "device": "cuda"})
-        job = prepared(asked, layers=max(LAYERS, case.stages), rows=ROWS)
+        job = prepare_rehearsal(asked, layers=max(LAYERS, case.stages), rows=ROWS)
     except HocketError as error:
         return cell(REJECTED, error.message)
     try:
-        found = rehearse(job, workers=workers)
+        found = rehearse_job(job, workers=workers)
     except OptionError:
         raise
     except HocketError as error:

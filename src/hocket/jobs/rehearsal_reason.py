@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hocket.jobs.rehearsal_workers import StepFailed
 from hocket.spec.errors import HocketError, ModelError
-from hocket.spec.proxy_verdict import cache_file, read, reject, write
+from hocket.spec.proxy_verdict import read_verdict, reject, verdict_file, write_verdict
 from hocket.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ def require_pages(spec: RunSpec, workers: RehearsalWorkers) -> None:
     Raises:
         ModelError: with the reason that `hocket serve` gives.
     """
-    from hocket.models.source import of_run
+    from hocket.models.source import run_source
 
-    source = of_run(spec)
+    source = run_source(spec)
     if source.code is not None:
         return
-    file = cache_file(source.config, spec.options.attention)
-    known = read(file)
+    file = verdict_file(source.config, spec.options.attention)
+    known = read_verdict(file)
     if known.pages is None:
         task = {
             "task": "call",
@@ -41,7 +41,7 @@ def require_pages(spec: RunSpec, workers: RehearsalWorkers) -> None:
         }
         (event,) = workers.run([task])
         known = dataclasses.replace(known, pages=event["value"])
-        write(file, known)
+        write_verdict(file, known)
     kind = str(source.config.get("model_type"))
     reject(known, ["pages"], spec.layout, source.name, kind)
 
@@ -51,7 +51,7 @@ def proxy_reason(spec: RunSpec, failed: HocketError) -> HocketError:
     ranks start, for the architecture or for how it is split; where it raises nothing, `failed`."""
     from hocket.jobs.proxy.check import require_equal
     from hocket.launch import Launcher
-    from hocket.models.source import of_run
+    from hocket.models.source import run_source
 
     if not isinstance(failed, StepFailed):
         return failed
@@ -59,7 +59,7 @@ def proxy_reason(spec: RunSpec, failed: HocketError) -> HocketError:
         with Launcher("cpu", 1) as launcher:
             require_equal(
                 launcher,
-                of_run(spec),
+                run_source(spec),
                 spec.layout,
                 attention=spec.options.attention,
                 loss=spec.serving is None,

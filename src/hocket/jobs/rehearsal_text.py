@@ -14,7 +14,7 @@ MOST_ROWS = 16
 """Ranks that are listed one by one."""
 
 
-def text(found: Rehearsed) -> str:
+def rehearsal_report(found: Rehearsed) -> str:
     """The report as `hocket rehearse` prints it."""
     parts = [
         _title(found),

@@ -68,7 +68,7 @@ class Rehearsed:
     reasons: dict[str, str]
 
 
-def prepared(
+def prepare_rehearsal(
     request: JobRequest,
     *,
     layers: int | None = None,
@@ -90,8 +90,8 @@ def prepared(
             something that the GPU cannot do.
     """
     from hocket.jobs.prepare import scheduled
-    from hocket.jobs.validate import validate
-    from hocket.models.source import resolve
+    from hocket.jobs.validate import validate_layout
+    from hocket.models.source import resolve_model
 
     device = device_of(gpu)
     if request.auto:
@@ -101,12 +101,12 @@ def prepared(
             "data_parallel=threads runs in one CPU process, and has nothing to rehearse",
             hint=f"--layout dp{request.layout.dp}",
         )
-    source = resolve(
+    source = resolve_model(
         request.model, trust_remote_code=request.options.trust_remote_code, weights=False
     )
     config = dict(config or source.config)
     if layers is not None:
-        config = with_layers(config, layers)
+        config = config_with_layers(config, layers)
     dimensions = dataclasses.replace(source, config=config).dimensions
     layout, workload = request.layout, request.workload
     if rows is not None:
@@ -115,7 +115,7 @@ def prepared(
         count = layout.microbatches or (2 * layout.pp if layout.num_stages > 1 else 1)
         workload = dataclasses.replace(workload, global_batch=layout.dp * count * rows)
         layout = dataclasses.replace(layout, microbatches=count)
-    layout = validate(dimensions, layout, workload, world_size=layout.world_size)
+    layout = validate_layout(dimensions, layout, workload, world_size=layout.world_size)
     schedule = scheduled(layout)
     _require_device(workload.dtype, layout, schedule, device)
     spec = RunSpec(
@@ -131,9 +131,9 @@ def prepared(
 
 def default_seq_len(model: str, *, trust: bool = False) -> int:
     """Tokens of a sequence if none are specified: 2048, or the model's positions if fewer."""
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
 
-    source = resolve(model, trust_remote_code=trust, weights=False)
+    source = resolve_model(model, trust_remote_code=trust, weights=False)
     positions = source.dimensions.max_positions
     return min(SEQ_LEN, positions or SEQ_LEN)
 
@@ -153,7 +153,7 @@ def device_of(name: str) -> RehearsedDevice:
     )
 
 
-def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def config_with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A configuration with another number of layers. Raises OptionError."""
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
     name = next((name for name in names if config.get(name) is not None), names[0])
@@ -196,7 +196,7 @@ def _require_device(
         raise OptionError(why, hint="--recompute selective")
 
 
-def rehearse(
+def rehearse_job(
     job: RehearsedJob,
     *,
     ranks: str = REPLICA,
@@ -254,11 +254,11 @@ def rehearse(
             raise proxy_reason(job.spec, step_failed(job.spec.model, found))
     verdicts: dict[str, OrderVerdict] = {}
     if len(stands_for) == layout.world_size:
-        from hocket.simulation.nccl import RULES, check
+        from hocket.simulation.nccl import RULES, simulate_nccl
 
         say("simulating the ranks' collectives under NCCL's rules")
         traces = traces_of(executed, stands_for)
-        verdicts = {rule: check(traces, rule) for rule in RULES}
+        verdicts = {rule: simulate_nccl(traces, rule) for rule in RULES}
     report = _report(job, executed, stands_for, verdicts, expected)
     return Rehearsed(
         job=job,

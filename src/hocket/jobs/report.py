@@ -22,7 +22,7 @@ FILES = {"html": "report.html", "png": "report.png", "trace": "trace.json"}
 """Form to the name of its file in the run folder."""
 
 
-def records(runs: Sequence[str | os.PathLike[str]]) -> list[RunRecord] | list[ServerRecord]:
+def report_records(runs: Sequence[str | os.PathLike[str]]) -> list[RunRecord] | list[ServerRecord]:
     """Read the run folders: of training jobs, or of servers.
 
     Raises:
@@ -30,7 +30,7 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[RunRecord] | list[Se
         RunFolderError: one of them holds no run.
     """
     from hocket.jobs.serving import report as serve_report
-    from hocket.reporting.record import read
+    from hocket.reporting.record import read_run
     from hocket.reporting.served import is_served
 
     if not runs:
@@ -42,17 +42,17 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[RunRecord] | list[Se
         )
     servers = [is_served(Path(run)) for run in runs]
     if all(servers):
-        return [serve_report.read(Path(run)) for run in runs]
+        return [serve_report.read_server_folder(Path(run)) for run in runs]
     if any(servers):
         raise OptionError(
             f"{runs[servers.index(True)]} is a server's folder, "
             f"{runs[servers.index(False)]} a training job's; they cannot be compared",
             hint=f"hocket report {runs[0]}",
         )
-    return [read(Path(run)) for run in runs]
+    return [read_run(Path(run)) for run in runs]
 
 
-def text(
+def report_words(
     found: Sequence[RunRecord] | Sequence[ServerRecord],
     *,
     width: int = 100,
@@ -66,7 +66,7 @@ def text(
     if servers:
         from hocket.jobs.serving import report as serve_report
 
-        return serve_report.text(servers, width=width, color=color, unicode=unicode)
+        return serve_report.server_report_text(servers, width=width, color=color, unicode=unicode)
     parts = [
         report_text(r, own_bubble(r), width=width, color=color, unicode=unicode) for r in found
     ]
@@ -85,7 +85,7 @@ def _apart(
     return [one for one in found if not isinstance(one, ServerRecord)], servers
 
 
-def write(
+def write_report(
     found: Sequence[RunRecord] | Sequence[ServerRecord], form: str = "html", out: str | None = None
 ) -> Path:
     """Write the report into a file, and say where.
@@ -106,7 +106,7 @@ def write(
     if servers:
         from hocket.jobs.serving import report as serve_report
 
-        serve_report.write(servers, form, path)
+        serve_report.write_server_report(servers, form, path)
         return path
     if form == "trace":
         from hocket.reporting.trace import trace_json
@@ -118,9 +118,9 @@ def write(
             )
         write_text(path, trace_json(found))
     elif form == "png":
-        from hocket.reporting.figures import save
+        from hocket.reporting.figures import save_run_figure
 
-        save(found, [own_bubble(r) for r in found], path)
+        save_run_figure(found, [own_bubble(r) for r in found], path)
     else:
         assert form == "html", form
         write_text(path, html(found))
@@ -130,14 +130,15 @@ def write(
 def of_ended(run: Path, say: Callable[[str], None]) -> Path | None:
     """The page of a run that has just ended; whatever goes wrong here is said and fails nothing."""
     try:
-        return write(records([run]))
+        return write_report(report_records([run]))
     except Exception as error:  # the run is done and saved: its picture cannot undo that
         say(f"no report was written: {type(error).__name__}: {error}")
         return None
 
 
 def save_text(words: str, out: str) -> Path:
-    """Write the report in words into a file, and say where. Raises OptionError as `write`."""
+    """Write the report in words into a file, and say where. Raises OptionError as
+    `write_report`."""
     path = Path(out)
     _must_be_writable(path, asked=True)
     write_text(path, words)
@@ -147,15 +148,15 @@ def save_text(words: str, out: str) -> Path:
 def html(found: Sequence[RunRecord]) -> str:
     """The page."""
     from hocket import __version__
-    from hocket.reporting.page import page
-    from hocket.reporting.payload import payload
+    from hocket.reporting.page import run_html
+    from hocket.reporting.payload import run_payload
 
     made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return page(
-        [payload(r, own_bubble(r)) for r in found],
+    return run_html(
+        [run_payload(r, own_bubble(r)) for r in found],
         version=__version__,
         made=made,
-        text=text(found),
+        text=report_words(found),
     )
 
 

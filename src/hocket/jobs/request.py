@@ -98,7 +98,7 @@ def request(values: Mapping[str, Any]) -> JobRequest:
         OptionError: an unknown name (the nearest one is suggested), or a value that cannot be.
         LayoutError: a layout that cannot be, or a flag that contradicts the layout's text.
     """
-    given = batched(typed(values))
+    given = batched(typed_options(values))
     if not given.get("model"):
         raise OptionError("no model was named", hint="hocket train tiny-llama --data FILE")
     workload = Workload(**{name: given[name] for name in WORKLOAD_FIELDS if name in given})
@@ -142,14 +142,14 @@ def request(values: Mapping[str, Any]) -> JobRequest:
     )
 
 
-def typed(values: Mapping[str, Any]) -> dict[str, Any]:
+def typed_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` without those that are None, each as the type its name asks for.
 
     Raises:
         OptionError: an unknown name (the nearest one is suggested), or a value of another type.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    given = renamed.options(given, NAMES)
+    given = renamed.present_options(given, NAMES)
     for name in given:
         if name not in NAMES:
             raise unknown_option(name, NAMES)
@@ -360,7 +360,7 @@ def check_options(options: TrainOptions) -> None:
             f"min_lr {options.min_lr} is above lr {options.lr}", hint=f"--min-lr {options.lr / 10}"
         )
     _check_lora(options)
-    memory.limit(options)
+    memory.memory_limit(options)
     if options.emulate_links is not None:
         Links.parse(options.emulate_links)
     if options.grace_seconds is not None:
@@ -371,9 +371,9 @@ def check_options(options: TrainOptions) -> None:
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)
     if options.tracker is not None:
-        from hocket.training.trackers import names
+        from hocket.training.trackers import tracker_names
 
-        names(options.tracker)
+        tracker_names(options.tracker)
     _one_of("attention", options.attention, ATTENTION)
     _one_of("context_parallel", options.context_parallel, CONTEXT_PARALLEL)
     _one_of("lr_schedule", options.lr_schedule, LR_SCHEDULES)

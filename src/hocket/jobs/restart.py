@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.checkpoint import candidates
+from hocket.spec.checkpoint import resumable_checkpoints
 from hocket.spec.errors import CheckpointError, HocketError, RankFailure, ReplicaError
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
@@ -49,7 +49,7 @@ class DeviceGone(Exception):
         self.ranks = ranks
 
 
-def run(
+def run_with_restarts(
     launcher: Launcher,
     entry: str,
     folder: RunFolder,
@@ -98,7 +98,7 @@ def run(
             error.message += schedule_lines(spec, folder, getattr(error, "beats", {}))
             _keep(folder, record, error)
             if launcher.stop_asked:
-                newest = next(candidates(folder.checkpoints), None)
+                newest = next(resumable_checkpoints(folder.checkpoints), None)
                 if newest is None:
                     raise
                 record.note(f"{_first_line(error)}; the run was asked to stop: {newest} is kept")
@@ -116,7 +116,7 @@ def run(
             if used >= most:
                 raise _used_up(error, used) from None
             last, used = fault, used + 1
-            newest = next(candidates(folder.checkpoints), None)
+            newest = next(resumable_checkpoints(folder.checkpoints), None)
             resume = newest is not None
             origin = f"checkpoint {newest.name}" if newest else "the first step"
             if spec.options.replicate_state:

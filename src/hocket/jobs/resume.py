@@ -29,7 +29,7 @@ from hocket.jobs.request import (
     check_options,
     check_workload,
 )
-from hocket.spec.checkpoint import candidates
+from hocket.spec.checkpoint import resumable_checkpoints
 from hocket.spec.errors import CheckpointError, HocketError, OptionError, RunFolderError
 from hocket.spec.files import MALFORMED, parse_json
 from hocket.spec.layout import TERMS, Layout
@@ -80,7 +80,7 @@ def continued(request: JobRequest) -> JobRequest:
     folder = RunFolder(request.run)
     try:
         spec = folder.load(trust_remote_code=request.options.trust_remote_code)
-    except HocketError:  # not a run; `prepare.run_folder` rejects what cannot be used
+    except HocketError:  # not a run; `prepare.train_folder` rejects what cannot be used
         return request
     if spec.command != "train":
         return request
@@ -132,7 +132,7 @@ def _model(request: JobRequest, folder: RunFolder) -> str:
 def _pinned(given: tuple[str, ...]) -> tuple[str, ...]:
     from hocket.training import data_paths
 
-    return tuple(data_paths.local(path) for path in data_paths.expanded(given))
+    return tuple(data_paths.local_path(path) for path in data_paths.expanded_paths(given))
 
 
 def _steps(request: JobRequest, folder: RunFolder, spec: RunSpec) -> int:
@@ -168,8 +168,8 @@ def finished(request: JobRequest) -> list[dict[str, Any]]:
         return []
 
 
-def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
-    """Check a resume as `prepare.plan` checks a new run.
+def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed:
+    """Check a resume as `prepare.prepare_job` checks a new run.
 
     Args:
         world_size: ranks that a launcher has started, None where hocket starts its own.
@@ -180,7 +180,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
             would change what the run computes.
         HocketError: the layout does not fit, or this machine cannot have what the run asks for.
     """
-    from hocket.models.source import fetch_again, of_run
+    from hocket.models.source import fetch_again, run_source
 
     if request.run is None:
         folder = RunFolder(request.model) if request.model else None
@@ -199,7 +199,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
             "some",
         )
     _unchanged(request, folder, spec)
-    step = next((int(p.name.split("-")[1]) for p in candidates(folder.checkpoints)), 0)
+    step = next((int(p.name.split("-")[1]) for p in resumable_checkpoints(folder.checkpoints)), 0)
     steps = _steps(request, folder, spec)
     if steps < step:
         raise CheckpointError(
@@ -213,7 +213,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
     prepare.device_checked(options)
     prepare.choice_checked(request, world_size)
     elastic.checked(options, world_size)
-    memory.checked(options)
+    memory.reject_memory_limit(options)
     own = dataclasses.replace(
         request,
         model=spec.model,
@@ -225,7 +225,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
     fetch_again(spec)
     unsplit = Layout(microbatches=1)
     job = prepare.PreparedJob(
-        request=own, source=of_run(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)
+        request=own, source=run_source(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)
     )
     layout = spec.layout if request.auto else _layout(request, spec.layout)
     ranks = elastic.ranks_there(request, options, layout, world_size)
@@ -233,7 +233,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
         job = dataclasses.replace(job, request=elastic.chosen_for(own, ranks), layout=layout)
     elif not request.auto:
         kept = _schedule(folder, layout) if layout == spec.layout else None
-        job = prepare.placed(job, layout, world_size=world_size, schedule=kept)
+        job = prepare.job_in_layout(job, layout, world_size=world_size, schedule=kept)
     if ranks is None and (request.auto or job.layout != spec.layout) and steps == step:
         raise CheckpointError(
             f"the run in {folder.path} has taken all of its {steps} steps: there are none to take "
@@ -263,10 +263,10 @@ def _schedule(folder: RunFolder, layout: Layout) -> Schedule:
     that does not complete on NCCL, which earlier versions wrote, are ordered again."""
     from hocket.schedules.lower import relower
     from hocket.schedules.registry import NAMES
-    from hocket.schedules.validate import validate
+    from hocket.schedules.validate import validate_schedule
 
     def checked(schedule: Schedule) -> Schedule:
-        validate(schedule, layout=layout, num_microbatches=layout.microbatches)
+        validate_schedule(schedule, layout=layout, num_microbatches=layout.microbatches)
         return schedule
 
     try:
@@ -290,7 +290,7 @@ def _fields(job: JobRequest | RunSpec) -> dict[str, Any]:
     }
 
 
-def write(found: Resumed, record: JobRecorder) -> RunSpec:
+def write_resumed(found: Resumed, record: JobRecorder) -> RunSpec:
     """Write run.json and schedule.txt: from here on the run is one of its new layout."""
     folder, before, job = found.folder, found.spec, found.job
     options = job.request.options
@@ -356,7 +356,7 @@ def _set_aside(folder: RunFolder) -> Path | None:
 @contextlib.contextmanager
 def folder_locked(request: JobRequest) -> Iterator[None]:
     """Within, no other process writes the run that is resumed. Raises RunFolderError."""
-    if request.run is None or not request.run.is_dir():  # which `plan` refuses
+    if request.run is None or not request.run.is_dir():  # which `resume_job` refuses
         yield
         return
     with lock.locked(request.run, "train --resume"):

@@ -20,11 +20,11 @@ def schedule(layout: Layout) -> tuple[Schedule, Timeline]:
     Raises:
         ScheduleError: it cannot be read, or does not run; the board is printed.
     """
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.simulation import simulate
 
     count = layout.microbatches or (2 * layout.pp if layout.num_stages > 1 else 1)
-    found = build(dataclasses.replace(layout, microbatches=count), count)
+    found = build_schedule(dataclasses.replace(layout, microbatches=count), count)
     return found, simulate(found)
 
 

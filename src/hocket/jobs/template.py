@@ -73,9 +73,9 @@ def template(wanted: Template) -> str:
         message, hint = unknown("template", wanted.kind, KINDS)
         raise OptionError(message, hint=hint)
     if wanted.kind == "grafana":
-        from hocket.jobs.monitoring import board
+        from hocket.jobs.monitoring import grafana_board
 
-        return json.dumps(board(), indent=2) + "\n"
+        return json.dumps(grafana_board(), indent=2) + "\n"
     if wanted.kind == "prometheus":
         from hocket.jobs.monitoring import rules
 

@@ -70,17 +70,17 @@ def judge_stop(key: str, stop: Callable[[Guide], Stop], guide: Guide) -> Stop:
 
 def rendered(stop: Stop | None, number: int, language: str, width: int = 100) -> str:
     """A stop as text; without one nothing, if the language is known. Raises OptionError."""
-    from hocket.reporting.tour import stop_text, words
+    from hocket.reporting.tour import stop_text, tour_words
 
-    words(language)
+    tour_words(language)
     return "" if stop is None else f"\n{stop_text(stop, number, language, width)}\n"
 
 
-def written(path: str, stops: Sequence[Stop], language: str) -> None:
+def write_tour(path: str, stops: Sequence[Stop], language: str) -> None:
     """Write the Markdown page of a tour. Raises OSError where it cannot be written."""
     from pathlib import Path
 
-    from hocket.jobs.compare import cores
+    from hocket.jobs.compare import usable_cores
     from hocket.reporting.tour import page_markdown
 
-    Path(path).write_text(page_markdown(stops, cores(), language), encoding="utf-8")
+    Path(path).write_text(page_markdown(stops, usable_cores(), language), encoding="utf-8")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hocket.jobs import links
-from hocket.jobs.compare import Bench, CompareRequest, with_layers
-from hocket.jobs.prepare import spec_of
+from hocket.jobs.compare import Bench, CompareRequest, source_with_layers
+from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest, request
 from hocket.spec.comparison import Strategy, StrategyResult
 from hocket.spec.layout import Layout
@@ -48,7 +48,7 @@ class Guide(Bench):
             if not self.referred and layers is None:
                 self.reference()
             strategy = Strategy(name=layout, title=layout, layout=Layout.parse(layout))
-            source = None if layers is None else with_layers(self.source, layers)
+            source = None if layers is None else source_with_layers(self.source, layers)
             found = self.run(strategy, source=source)
             assert found.ran, found.reason
             self._ran[key] = found
@@ -72,7 +72,7 @@ class Guide(Bench):
             values = {"model": "wide", "device": "cpu", "emulate_links": link, **WIDE_SIZES}
             job = request({**values, "backend": self.request.options.backend})
             if self._scale is None:
-                spec = spec_of(source, job, Layout(tp=2), WIDE, "tour")
+                spec = job_spec(source, job, Layout(tp=2), WIDE, "tour")
                 felt = links.settled(self.launcher, spec).options.emulate_links
                 assert felt is not None
                 self._scale = Links.parse(felt).scale

@@ -172,7 +172,7 @@ def layers(guide: Guide) -> Stop:
     )
 
 
-def microbatches(guide: Guide) -> Stop:
+def microbatch_stop(guide: Guide) -> Stop:
     """What microbatches do to the idle time of a pipeline."""
     counts = [m for m in (1, 2, 4, 8) if m <= guide.batch]
     found = [guide.way(f"pp2:schedule=gpipe,microbatches={m}").bubble for m in counts]
@@ -195,7 +195,7 @@ def microbatches(guide: Guide) -> Stop:
     )
 
 
-def columns(guide: Guide) -> Stop:
+def column_stop(guide: Guide) -> Stop:
     """Why the first product is split by columns and the second by rows."""
     generator = random.Random(0)
 
@@ -365,7 +365,7 @@ def crossover(guide: Guide) -> Stop:
     )
 
 
-def pool(guide: Guide) -> Stop:
+def pool_stop(guide: Guide) -> Stop:
     """A model that one rank may not hold, on two."""
     _, needs, _ = guide.allowed("dp1", None)
     limit = f"{math.floor(0.8 * needs / 1e6)}MB"
@@ -437,13 +437,13 @@ STOPS: dict[str, Callable[[Guide], Stop]] = {
     "processes": processes,
     "zero": zero,
     "layers": layers,
-    "microbatches": microbatches,
-    "columns": columns,
+    "microbatches": microbatch_stop,
+    "columns": column_stop,
     "half_layers": half_layers,
     "three": three,
     "links": links_compared,
     "crossover": crossover,
-    "pool": pool,
+    "pool": pool_stop,
     "serving": serving,
 }
 """Every stop by its key, in the order they are walked."""

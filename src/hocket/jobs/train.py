@@ -51,7 +51,7 @@ STARTUP = 300.0
 """Seconds until the first word of a rank: imports, and building a large model."""
 
 
-def train(
+def train_model(
     request: JobRequest,
     *,
     on_event: Listener | None = None,
@@ -71,9 +71,9 @@ def train(
             RankFailure with the first failing rank's own traceback.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
-    from hocket.launch import joined
+    from hocket.launch import joined_context
 
-    context = joined()
+    context = joined_context()
     record = JobRecorder(on_event)
     if context is not None:
         return _join(request, context, record)
@@ -81,26 +81,26 @@ def train(
     request = resume.continued(request)
     if request.again and (rows := resume.finished(request)):
         return _finished(request, rows, record)
-    forecast_policy.checked(request.cluster)
+    forecast_policy.reject_cluster(request.cluster)
     if request.options.resume:
         with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
-            found = resume.plan(request)
+            found = resume.resume_job(request)
             options = found.job.request.options
             with _warm(launcher, options) as warm:
                 spec = resumed(found, record, launcher=warm)
                 summary = _launched(warm, found.folder, spec, record, request, faults=faults)
         return _told(summary, request, record)
     if request.run is not None:
-        lock.check(request.run)
+        lock.reject_locked(request.run)
     request = defaults.with_layout(request)
-    job = prepare.plan(request)
-    folder = prepare.run_folder(request)
+    job = prepare.prepare_job(request)
+    folder = prepare.train_folder(request)
     with (
         lock.locked(folder.path, "train"),
         unstarted_is_no_run(folder, fresh=request.run is None),
         _warm(launcher, request.options) as warm,
     ):
-        spec = prepared(job, folder, record, launcher=warm)
+        spec = prepare_run(job, folder, record, launcher=warm)
         summary = _launched(
             warm, folder, spec, record, request, accumulate=_may_accumulate(request), faults=faults
         )
@@ -115,15 +115,15 @@ def _launched(
     request: JobRequest,
     **more: Any,
 ) -> Summary:
-    """`launch`, and with `--elastic` again on the devices that are left where one is gone."""
+    """`launch_ranks`, and with `--elastic` again on the devices that are left where one is gone."""
     try:
         while True:
             try:
-                return launch(launcher, folder, spec, record, cluster=request.cluster, **more)
+                return launch_ranks(launcher, folder, spec, record, cluster=request.cluster, **more)
             except restart.DeviceGone as gone:
                 record.note(f"{gone}, twice before a step: its device counts as gone")
                 left = dataclasses.replace(request, run=folder.path, ranks=gone.ranks, again=True)
-                found = resume.plan(dataclasses.replace(left, auto=False))
+                found = resume.resume_job(dataclasses.replace(left, auto=False))
                 spec, more["accumulate"] = resumed(found, record, launcher=launcher), False
     finally:
         shutil.rmtree(folder.state_copies, ignore_errors=True)
@@ -159,7 +159,7 @@ def _told(summary: Summary, request: JobRequest, record: JobRecorder) -> Summary
 PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
 
 
-def prepared(
+def prepare_run(
     job: prepare.PreparedJob,
     folder: RunFolder,
     record: JobRecorder,
@@ -173,21 +173,21 @@ def prepared(
     """
     found = prepare.tokenized(job, folder, record)
     job, config = found.job, found.config
-    for note in (defaults.note(job.request, job.source), *found.notes):
+    for note in (defaults.defaults_note(job.request, job.source), *found.notes):
         record.note(note)
     if not job.request.auto:
         if idle := defaults.idle_cores(job.request.options, job.layout.world_size):
             record.note(idle)
-        return prepare.write(job, folder, config, command)
-    told, job = forecast_policy.choose(job, config, record, launcher=launcher)
-    spec = prepare.write(job, folder, config, command)
-    forecast.write(folder, told)
+        return prepare.write_run(job, folder, config, command)
+    told, job = forecast_policy.auto_layout(job, config, record, launcher=launcher)
+    spec = prepare.write_run(job, folder, config, command)
+    forecast.write_forecast(folder, told)
     return spec
 
 
 def resumed(found: resume.Resumed, record: JobRecorder, *, launcher: Launcher) -> RunSpec:
     """Verify a run that goes on, choose its layout if that was asked for, and write it down."""
-    from hocket.training.token_manifest import verify as verify_data
+    from hocket.training.token_manifest import verify_tokens as verify_data
 
     record.phase("verifying data")
     remark = verify_data(found.folder.data, found.spec.workload.seq_len)
@@ -196,10 +196,10 @@ def resumed(found: resume.Resumed, record: JobRecorder, *, launcher: Launcher) -
     if found.spec.options.lora_rank is not None:
         record.note(f"the frozen weights are those of {found.spec.weights}, as run.json names them")
     if not found.job.request.auto:
-        return resume.write(found, record)
-    told, job = forecast_policy.choose(found.job, found.spec.config, record, launcher=launcher)
-    spec = resume.write(dataclasses.replace(found, job=job), record)
-    forecast.write(found.folder, told)
+        return resume.write_resumed(found, record)
+    told, job = forecast_policy.auto_layout(found.job, found.spec.config, record, launcher=launcher)
+    spec = resume.write_resumed(dataclasses.replace(found, job=job), record)
+    forecast.write_forecast(found.folder, told)
     return spec
 
 
@@ -211,7 +211,7 @@ def modeling_modules(config: Mapping[str, Any]) -> list[str]:
     return [] if found is None else [found]
 
 
-def launch(
+def launch_ranks(
     launcher: Launcher,
     folder: RunFolder,
     spec: RunSpec,
@@ -226,31 +226,31 @@ def launch(
     Args:
         cluster: what the run is predicted for, see `jobs.forecast_policy.before`.
         accumulate: more microbatches are taken where the run fits only with them.
-        faults: as of `train`.
+        faults: as of `train_model`.
     """
     launcher.preload(modeling_modules(spec.config))
     _require(launcher, folder, spec, record)
     spec, predicted = _fitted(launcher, folder, spec, record, accumulate=accumulate)
     if spec.options.emulate_links is not None:
-        spec = links.settle(launcher, folder, spec)
+        spec = links.settle_links(launcher, folder, spec)
         record.note(f"emulated links: {spec.options.emulate_links}")
     forecast_policy.before(folder, spec, record, cluster=cluster, launcher=launcher)
     disturbed = topology.keep(folder, cluster, spec.options.device)
     if disturbed:
         record.note(disturbed)
-    remark = precision.remark(spec)
+    remark = precision.precision_remark(spec)
     if remark is not None:
         record.note(remark)
     record.phase("starting ranks")
     beside = BackgroundLoad()
     with upload.uploads(folder, spec, record):
-        restart.run(
+        restart.run_with_restarts(
             launcher,
             ENTRY,
             folder,
             spec,
             record,
-            payload={**prepare.payload(folder, spec), "faults": list(faults)},
+            payload={**prepare.rank_payload(folder, spec), "faults": list(faults)},
             startup_timeout=max(STARTUP, spec.options.timeout),
             silence_timeout=spec.options.timeout,
         )
@@ -263,15 +263,15 @@ def launch(
             "machine, and the ledger marks them"
         )
     if predicted is not None and record.memory:
-        record.note(memory.beside(predicted, record.memory))
+        record.note(memory.predicted_and_counted(predicted, record.memory))
     ledger.enter(folder.path, record.note, others=disturbance)
     return record.summary(folder)
 
 
 def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse what only a look at the model itself can find."""
-    verify(launcher, spec, record)
-    weights.require(launcher, folder, spec)
+    verify_architecture(launcher, spec, record)
+    weights.require_weights(launcher, folder, spec)
     _adapt(launcher, folder, spec, record)
 
 
@@ -297,16 +297,16 @@ def _may_accumulate(request: JobRequest) -> bool:
     return not request.auto and "microbatches" not in request.given
 
 
-def verify(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
+def verify_architecture(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse an architecture that would compute something else when it is split."""
     from hocket.jobs.proxy.check import require_equal
-    from hocket.models.source import of_run
+    from hocket.models.source import run_source
 
     if spec.layout.num_stages > 1 or spec.layout.tp > 1:
         record.phase("checking that the architecture can be split")
     verdict = require_equal(
         launcher,
-        of_run(spec),
+        run_source(spec),
         spec.layout,
         attention=spec.options.attention,
         packed=spec.options.packing == "documents",
@@ -317,7 +317,7 @@ def verify(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
 
 def _adapt(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRecorder) -> None:
     """Reject adapters that the model's layers cannot have; say how many there are."""
-    layers = adapters.require(launcher, spec, folder.schedule_file.read_text())
+    layers = adapters.adapted_layers(launcher, spec, folder.schedule_file.read_text())
     if layers:
         record.note(f"LoRA of rank {spec.options.lora_rank} on {layers} frozen layers")
 
@@ -373,7 +373,7 @@ def _run_joined(
     if folder is None:
         # Whatever can be refused alone is refused at once; the data is rank 0's.
         if not (options.resume or options.elastic):
-            prepare.plan(request, world_size=world)
+            prepare.prepare_job(request, world_size=world)
         context.store(STARTUP)
         ready = json.loads(context.store().get("hocket/prepared"))
         if "finished" in ready:
@@ -394,7 +394,7 @@ def _run_joined(
         return Summary(run=folder.path)
     if context.rank > 0 and context.local_rank == 0 and not context.one_machine:
         # Rank 0 has verified what its host sees of the file system; this is another host.
-        from hocket.training.token_manifest import verify as verify_data
+        from hocket.training.token_manifest import verify_tokens as verify_data
 
         verify_data(folder.data, spec.workload.seq_len, adopt=False)
     uploading = upload.uploads(folder, spec, record)
@@ -412,7 +412,7 @@ def _run_joined(
             topology.keep(folder, cluster, options.device)
         run_joined(
             ENTRY,
-            prepare.payload(folder, spec),
+            prepare.rank_payload(folder, spec),
             record if context.rank == 0 else None,
             threads=options.threads,
             device=options.device,
@@ -432,18 +432,18 @@ def _prepare_joined(
 
     threads = request.options.threads
     if request.options.resume:
-        found = resume.plan(request, world_size=world_size)
+        found = resume.resume_job(request, world_size=world_size)
         folder = found.folder
         with Launcher("cpu", threads) as launcher:
             spec = resumed(found, record, launcher=launcher)
             _require(launcher, folder, spec, record)
             _fitted(launcher, folder, spec, record, accumulate=False)
         return folder
-    job = prepare.plan(request, world_size=world_size)
-    folder = prepare.run_folder(request)
+    job = prepare.prepare_job(request, world_size=world_size)
+    folder = prepare.train_folder(request)
     stack.enter_context(lock.locked(folder.path, "train"))
     with Launcher("cpu", threads) as launcher:
-        spec = prepared(job, folder, record)
+        spec = prepare_run(job, folder, record)
         with unstarted_is_no_run(folder):
             _require(launcher, folder, spec, record)
             _fitted(launcher, folder, spec, record, accumulate=_may_accumulate(request))

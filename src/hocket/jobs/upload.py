@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.checkpoint import LATEST, verify
+from hocket.spec.checkpoint import LATEST, verify_checkpoint
 from hocket.spec.errors import CheckpointError
 from hocket.spec.run import RunFolder, RunSpec
 
@@ -36,7 +36,7 @@ def fetch_run(request: JobRequest, record: JobRecorder) -> None:
         try:
             record.phase(f"reading {name} from {url}")
             remote.fetch(f"checkpoints/{name}", target)
-            verify(target)
+            verify_checkpoint(target)
             remote.fetch("", aside)
             (aside / "checkpoints" / LATEST).write_text(f"{name}\n")
             with contextlib.suppress(FileNotFoundError):

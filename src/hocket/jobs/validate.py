@@ -34,7 +34,7 @@ LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
 
 
-def validate(
+def validate_layout(
     model: Dimensions, layout: Layout, workload: Workload, *, world_size: int | None = None
 ) -> Layout:
     """The layout with its microbatches resolved, if it fits.
@@ -54,16 +54,16 @@ def validate(
         )
     problem = next(_problems(model, layout, workload, world_size), None)
     if problem is not None:
-        near = nearest(model, layout, workload, world_size=world_size)
+        near = nearest_layouts(model, layout, workload, world_size=world_size)
         if layout.sequence_parallel and layout.tp == 1:
             # The flag stays where it was typed: what is near has to have tensor ranks.
             wider = dataclasses.replace(layout, tp=2)
             near = [wider] if next(_problems(model, wider, workload, None), None) is None else near
         raise LayoutError(problem, hint=" or ".join(_flags(layout, n) for n in near) or None)
-    return dataclasses.replace(layout, microbatches=microbatches(layout, workload))
+    return dataclasses.replace(layout, microbatches=resolved_microbatches(layout, workload))
 
 
-def microbatches(layout: Layout, workload: Workload) -> int:
+def resolved_microbatches(layout: Layout, workload: Workload) -> int:
     """Microbatches per data rank: as asked; else without a pipeline the fewest of at most
     MICROBATCH_TOKENS, and in one the largest divisor of the rank's batch that is at most 2 x pp."""
     if layout.microbatches is not None:
@@ -180,7 +180,7 @@ def _longest(layers: int, stages: int, cut: str | tuple[int, ...]) -> int:
     return layers // stages if cut == "even" else layers - stages + 1
 
 
-def nearest(
+def nearest_layouts(
     model: Dimensions,
     layout: Layout,
     workload: Workload,

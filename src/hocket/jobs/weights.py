@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hocket.spec.run import RunFolder, RunSpec
 
 
-def require(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> None:
+def require_weights(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> None:
     """Refuse weight files whose names or shapes do not fit. Raises WeightsError, listing them."""
     if spec.weights is not None:
-        launcher.run("hocket.ranks.weights:main", 1, prepare.payload(folder, spec))
+        launcher.run("hocket.ranks.weights:main", 1, prepare.rank_payload(folder, spec))

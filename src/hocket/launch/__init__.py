@@ -1,14 +1,14 @@
 """Starts, watches and ends the ranks of one machine, or joins those of another launcher."""
 
 from hocket.launch.context import RankContext
-from hocket.launch.joined import joined, leave_together, main_address, run_joined
+from hocket.launch.joined import joined_context, leave_together, main_address, run_joined
 from hocket.launch.launcher import Launcher, Terminated
 
 __all__ = [
     "Launcher",
     "RankContext",
     "Terminated",
-    "joined",
+    "joined_context",
     "leave_together",
     "main_address",
     "run_joined",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.launch import gpus
 from hocket.launch.context import RankContext
 from hocket.launch.launcher import raising_on_sigterm
-from hocket.launch.rank import load, lost_peer
+from hocket.launch.rank import load_entry, lost_peer
 from hocket.spec.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _World:
     counts_apart: bool = False  # each host counts attempts by itself
 
 
-def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
+def joined_context(environment: Mapping[str, str] | None = None) -> RankContext | None:
     """This process's place in a world that another launcher started; None if there is none.
 
     Counted as such: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT all set (torchrun and its
@@ -214,7 +214,7 @@ def run_joined(
         device: `cpu`, `cuda`, or `auto`: cuda where torch is built for it and a device shows.
         world_size: ranks that take part, the first ones; None: all that the launcher started.
     """
-    context = joined()
+    context = joined_context()
     assert context is not None, "run_joined outside of any launcher's world"
     context.world_size = world_size or context.world_size
     if device != "auto":
@@ -239,7 +239,7 @@ def run_joined(
         notice.start()
         try:
             with raising_on_sigterm(context.stop_asked.set):
-                load(entry)(context, payload or {})
+                load_entry(entry)(context, payload or {})
         except BaseException as error:
             notice.done.set()
             notice.send(error)

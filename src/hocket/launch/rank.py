@@ -46,7 +46,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def load(entry: str) -> Callable[..., Any]:
+def load_entry(entry: str) -> Callable[..., Any]:
     """The function that `module:function` names.
 
     Raises:
@@ -190,7 +190,7 @@ def _call(context: RankContext, message: dict[str, Any], writer: LineWriter) -> 
         warnings.filterwarnings("ignore", category=FutureWarning)
     if message["threads"] is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(message["threads"])
-    load(message["entry"])(context, message["payload"])
+    load_entry(message["entry"])(context, message["payload"])
     writer.write({"launch": "finished", "time": time.time()})
     return 0
 

@@ -158,7 +158,7 @@ class Watch:
         self._from_output(entry, LAST_CHUNKS)
         entry.ended = True
         if entry.failure is None and not entry.finished:
-            tail = (*entry.tail, *read_all(entry.stacks).splitlines())
+            tail = (*entry.tail, *_read_memory_file(entry.stacks).splitlines())
             entry.failure = failure.Failure(entry.rank, entry.pid, when, None, code, tail)
 
     def _from_rank(self, entry: Rank, num_chunks: int = 16) -> None:
@@ -332,7 +332,7 @@ class Watch:
             sizes = now
         found = {}
         for entry in asked:
-            text = failure.trim(read_all(entry.stacks, before[entry.rank]))
+            text = failure.trim(_read_memory_file(entry.stacks, before[entry.rank]))
             found[entry.rank] = (
                 text or f"  gave no stack (process {entry.pid} is {state(entry.pid)})"
             )
@@ -385,7 +385,7 @@ def print_line(rank: int, text: str) -> None:
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
 
 
-def read_all(fd: int, offset: int = 0) -> str:
+def _read_memory_file(fd: int, offset: int = 0) -> str:
     """The text of a memory file from `offset` on."""
     return os.pread(fd, max(os.fstat(fd).st_size - offset, 0), offset).decode(errors="replace")
 

@@ -44,7 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hocket.models import flex_attention
 from hocket.models.attention_layers import FLEX
-from hocket.models.rows import documents_of
+from hocket.models.rows import mask_documents
 from hocket.spec.attention_kernel import AttentionKernel, AttentionLayer, attention_kernel
 
 _UNLIKE: frozenset[str] = frozenset({"doge"})
@@ -130,9 +130,9 @@ def _flex(  # noqa: PLR0917
     query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """As `flex_attention.attend`, by the generated kernel."""
+    """As `flex_attention.flex_attend`, by the generated kernel."""
     compiling = torch.compiler.is_compiling()
-    attend = flex_attention.attend if compiling else flex_attention.compiled()
+    attend = flex_attention.flex_attend if compiling else flex_attention.compiled_flex_attend()
     return attend(query, key, value, mask, scale, softcap, sinks)
 
 
@@ -226,7 +226,7 @@ def _mask(given: Callable[..., Any], *, skips: bool = True) -> Callable[..., Any
         **options: Any,
     ) -> Mask:
         device = options.get("device", "cpu")
-        known = documents_of(mask_function)
+        known = mask_documents(mask_function)
         config = options.get("config")
         custom = (
             not _on_cuda(device)
@@ -259,7 +259,7 @@ def _mask(given: Callable[..., Any], *, skips: bool = True) -> Callable[..., Any
     return mask
 
 
-def sdpa() -> Callable[..., Any]:
+def sdpa_function() -> Callable[..., Any]:
     """The attention function that models of `sdpa` call."""
     functions: Any = transformers.AttentionInterface._global_mapping
     found: Callable[..., Any] = functions["sdpa"]

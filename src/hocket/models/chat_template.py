@@ -164,7 +164,7 @@ def _json(
     )
 
 
-def environment(*, marked: bool = False) -> Environment:
+def template_environment(*, marked: bool = False) -> Environment:
     """Where templates run; `marked`: with `BEGIN` and `END` around what the model says."""
     generation = _Marked if marked else _Generation
     found = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols])
@@ -202,7 +202,7 @@ class ChatTemplates:
         self.texts = dict(texts)
         self.words = dict(words or {})
         self._compiled = {}
-        where = environment(marked=marked)
+        where = template_environment(marked=marked)
         for name, text in self.texts.items():
             if len(text) > MOST_TEMPLATE:
                 raise ModelError(
@@ -290,7 +290,7 @@ class ChatTemplates:
         Raises:
             OptionError: `file` cannot be read. ModelError: a template cannot be.
         """
-        texts, words = written(directory, file)
+        texts, words = written_templates(directory, file)
         return cls(texts, words, marked=marked) if texts else None
 
 
@@ -306,7 +306,7 @@ def has_tools(texts: Mapping[str, str]) -> bool:
     return "tool_use" in texts or "tools" in texts[used(texts, True)]
 
 
-def written(
+def written_templates(
     directory: Path | None, file: Path | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The texts and the words of `ChatTemplates` in a tokenizer's folder, or the text in `file`.

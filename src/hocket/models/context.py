@@ -193,7 +193,7 @@ def split_sequences(model: nn.Module) -> None:
     """
     _install()
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    why = why_not(model) or _numbers_tokens(model) or _counts_tokens(model)
+    why = _why_not_split(model) or _numbers_tokens(model) or _counts_tokens(model)
     if why:
         raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
     model.config._attn_implementation = CONTEXT  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ def split_sequences(model: nn.Module) -> None:
 def own_attention(model: nn.Module) -> str:
     """Why sequences of a model whose layers ask transformers for no attention function cannot be
     split."""
-    return why_not(model) or (
+    return _why_not_split(model) or (
         "it computes attention in code of its own, which transformers' attention interface does "
         "not reach"
     )
@@ -212,7 +212,7 @@ def own_attention(model: nn.Module) -> str:
 _STATE = ("mamba", "rwkv", "deltanet", "shortconv", "recurrent", "rglru", "xlstm", "lightning")
 
 
-def why_not(model: nn.Module) -> str:
+def _why_not_split(model: nn.Module) -> str:
     """Why sequences of a model cannot be split, from what it is made of; empty: nothing is known
     against it."""
     for name, module in model.named_modules():

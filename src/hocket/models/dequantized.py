@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.models.disk_tensor import DiskTensor, parts
-from hocket.models.weight_headers import shown
+from hocket.models.disk_tensor import DiskTensor, box_parts
+from hocket.models.weight_headers import printable_key
 from hocket.spec.errors import WeightsError
 
 Box = Sequence[slice]
@@ -71,7 +71,7 @@ class Dequantized(abc.ABC):
         assert tuple(to.shape) == tuple(sizes), (self.keys, to.shape, sizes)
         if 0 in sizes:
             return
-        for start, extent in parts(sizes, _AT_ONCE):
+        for start, extent in box_parts(sizes, _AT_ONCE):
             here = [slice(s, s + n) for s, n in zip(start, extent, strict=True)]
             there = [slice(f + s, f + s + n) for f, s, n in zip(first, start, extent, strict=True)]
             to[tuple(here)].copy_(self._values(there))
@@ -124,7 +124,7 @@ class BlockScaled(Dequantized):
         ):
             self._blocks = tuple(n // c for n, c in zip(weight.shape, self._grid, strict=True))
         else:
-            raise unfit(weight.key, weight.shape, scale.key, scale.shape)
+            raise unfit_tensors(weight.key, weight.shape, scale.key, scale.shape)
 
     def _values(self, box: Box) -> Tensor:
         values = floats(self._weight, box)
@@ -160,7 +160,7 @@ class Mxfp4(Dequantized):
             or blocks.shape[:-1] != scales.shape
             or {blocks.dtype, scales.dtype} != {torch.uint8}
         ):
-            raise unfit(blocks.key, blocks.shape, scales.key, scales.shape)
+            raise unfit_tensors(blocks.key, blocks.shape, scales.key, scales.shape)
         experts, out, groups, _ = blocks.shape
         super().__init__((experts, groups * 32, out), blocks, scales)
         self._blocks, self._scales = blocks, scales
@@ -199,7 +199,7 @@ class FourBit(Dequantized):
             self._nested_block = int(state["nested_blocksize"]) if nested else 1
             self._offset = float(state["nested_offset"]) if nested else 0.0
         except (KeyError, TypeError, ValueError):
-            raise WeightsError(f"{shown(weight.key)} has no readable quant_state") from None
+            raise WeightsError(f"{printable_key(weight.key)} has no readable quant_state") from None
         elements = math.prod(shape)
         blocks = -(-elements // self._block) if self._block > 0 else 0
         if (
@@ -219,7 +219,7 @@ class FourBit(Dequantized):
                 )
             )
         ):
-            raise unfit(weight.key, weight.shape, absmax.key, absmax.shape)
+            raise unfit_tensors(weight.key, weight.shape, absmax.key, absmax.shape)
         super().__init__(shape, weight, absmax, table, *(nested or ()))
         self._weight, self._absmax, self._table, self._nested = weight, absmax, table, nested
 
@@ -276,9 +276,12 @@ def _flat(tensor: DiskTensor, start: int, stop: int) -> Tensor:
     return raw(tensor, box).flatten()
 
 
-def unfit(key: str, shape: Sequence[int], other: str, other_shape: Sequence[int]) -> WeightsError:
+def unfit_tensors(
+    key: str, shape: Sequence[int], other: str, other_shape: Sequence[int]
+) -> WeightsError:
     """The error of two tensors of one weight whose shapes do not fit."""
     return WeightsError(
-        f"the quantized weight {shown(key)} is {list(shape)}, and {shown(other)} is "
+        f"the quantized weight {printable_key(key)} is {list(shape)}, and {printable_key(other)} "
+        "is "
         f"{list(other_shape)}: they do not fit each other"
     )

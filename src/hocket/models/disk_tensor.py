@@ -73,7 +73,7 @@ class DiskTensor:
         staging = torch.empty(min(STAGED_BYTES, math.prod(sizes) * self._item), dtype=torch.uint8)
         raw: Any = staging.numpy()
         view = memoryview(raw)
-        for start, size in parts(sizes, STAGED_BYTES // self._item):
+        for start, size in box_parts(sizes, STAGED_BYTES // self._item):
             count = math.prod(size) * self._item
             self._stage([f + s for f, s in zip(first, start, strict=True)], size, view[:count])
             staged = staging[:count].view(self.dtype).view(size)
@@ -101,7 +101,7 @@ class DiskTensor:
             at += run
 
 
-def parts(sizes: Sequence[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
+def box_parts(sizes: Sequence[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
     """A box in parts of at most `most` elements, in order: (first index, extent) of each."""
     if math.prod(sizes) <= most:
         yield [0] * len(sizes), list(sizes)

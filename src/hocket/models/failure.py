@@ -9,7 +9,7 @@ from pathlib import Path
 _OWN = ("torch", "hocket")
 
 
-def place(error: BaseException | None) -> str:
+def failure_place(error: BaseException | None) -> str:
     """`FalconAttention.forward (line 335 of modeling_falcon.py)`: the innermost code of the family
     that raised an error, or the innermost code at all where none of it is the family's.
 

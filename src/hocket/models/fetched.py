@@ -25,7 +25,7 @@ _CARD = "README.md"
 _BASE = re.compile(r"^base_model:[ \t]*\n?[ \t]*(?:-[ \t]*)?['\"]?([\w./-]+)", re.MULTILINE)
 
 
-def directory(repo: repo_id.RepoId, *, weights: bool, code: bool = False) -> Path:
+def fetched_directory(repo: repo_id.RepoId, *, weights: bool, code: bool = False) -> Path:
     """The snapshot folder of a model, with its configuration and, for `weights`, its safetensors
     files and tokenizer.
 
@@ -77,7 +77,7 @@ def base_in(card: Path) -> str | None:
     return match[1] if match else None
 
 
-def rejected(name: str, files: Iterable[str], base: str | None) -> ModelError | None:
+def unread_format(name: str, files: Iterable[str], base: str | None) -> ModelError | None:
     """The error of weights in a format that is not read, None where there are no such files."""
     files = sorted(files)
     gguf = _first(files, lambda file: file.lower().endswith(".gguf"))
@@ -101,7 +101,7 @@ def rejected(name: str, files: Iterable[str], base: str | None) -> ModelError | 
 
 def resaved(name: str) -> str:
     """The line that saves a model again as safetensors, with its tokenizer."""
-    repo = None if Path(name).expanduser().exists() else repo_id.parse(name)
+    repo = None if Path(name).expanduser().exists() else repo_id.parse_repo(name)
     source = name if repo is None else repo.id
     to = f"{Path(source.rstrip('/')).name}-safetensors"
     if not re.fullmatch(r"[\w./~-]+", source):
@@ -117,9 +117,9 @@ def _first(files: Sequence[str], test: Any) -> str | None:
 
 
 def _unread(repo: repo_id.RepoId, files: Sequence[str]) -> ModelError:
-    found = rejected(repo.id, files, None)
+    found = unread_format(repo.id, files, None)
     if found is not None and "GGUF" in found.message:
-        found = rejected(repo.id, files, base_of(repo))
+        found = unread_format(repo.id, files, base_of(repo))
     if found is not None:
         return found
     some = ", ".join(files[:6]) + (" ..." if len(files) > 6 else "")

@@ -88,7 +88,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)
 
 
-def attend(  # noqa: PLR0917
+def flex_attend(  # noqa: PLR0917
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -126,7 +126,8 @@ def _bent(softcap: float) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def compiled() -> Callable[..., Tensor]:
-    """`attend`, compiled. A graph break or too many shapes is an error: what would run instead is
+def compiled_flex_attend() -> Callable[..., Tensor]:
+    """`flex_attend`, compiled. A graph break or too many shapes is an error: what would run
+    instead is
     the unfused implementation, with its matrix of S x S."""
-    return torch.compile(attend, dynamic=False, fullgraph=True)
+    return torch.compile(flex_attend, dynamic=False, fullgraph=True)

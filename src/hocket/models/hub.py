@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.models import hub_partial
-from hocket.models.hub_errors import ATTEMPTS, broke_off, busy, explained, kind_of, lacking
+from hocket.models.hub_errors import ATTEMPTS, _repo_errors, broke_off, busy, explained, lacking
 from hocket.models.repo_id import RepoId, storage
 from hocket.spec import downloads
 from hocket.spec.errors import HocketError
@@ -86,7 +86,7 @@ def listed(repo: RepoId) -> dict[str, int]:
         return {file.path: int(file.size) for file in tree if hasattr(file, "size")}
 
 
-def opened(repo: RepoId, name: str) -> Any:
+def hub_file_opened(repo: RepoId, name: str) -> Any:
     """A file of a data set at the Hub, opened for reading by byte ranges; nothing is stored.
 
     Raises:
@@ -228,7 +228,7 @@ def _verified(repo: RepoId) -> Iterator[Callable[[Path], None]]:
                     blob = folder / os.readlink(file)
                     file.unlink()
                     blob.unlink(missing_ok=True)
-                    raise kind_of(repo)(
+                    raise _repo_errors(repo)(
                         f"{file.name} of {repo.id} arrived damaged: its SHA-256 is "
                         f"{found.hexdigest()[:12]}..., the Hub lists {expected[:12]}...; it was "
                         "removed from the cache",

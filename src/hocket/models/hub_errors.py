@@ -20,7 +20,7 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 """Answers of the Hub after which a request is sent again."""
 
 
-def kind_of(repo: RepoId) -> type[HocketError]:
+def _repo_errors(repo: RepoId) -> type[HocketError]:
     """The class of errors about a repository."""
     return DataError if repo.kind == DATASET else ModelError
 
@@ -35,11 +35,11 @@ def lacking(repo: RepoId, folder: Path, missing: Sequence[str]) -> HocketError:
 
     some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if constants.is_offline_mode():
-        return kind_of(repo)(
+        return _repo_errors(repo)(
             f"HF_HUB_OFFLINE is set, and the cache holds {repo.id} without {some} ({folder})",
             hint=_on_another(repo),
         )
-    return kind_of(repo)(f"{_what(repo)} {repo} has no {some}")
+    return _repo_errors(repo)(f"{_what(repo)} {repo} has no {some}")
 
 
 def _on_another(repo: RepoId) -> str:
@@ -72,7 +72,7 @@ def explanation(repo: RepoId, error: BaseException) -> HocketError:
     """An error of huggingface_hub (or of datasets, which calls it) as one that can be mended."""
     from huggingface_hub import constants, errors
 
-    kind = kind_of(repo)
+    kind = _repo_errors(repo)
     causes = list(_chain(error))
 
     def found(of: type[BaseException]) -> Any:
@@ -144,12 +144,12 @@ def _gated(repo: RepoId) -> HocketError:
     from huggingface_hub import get_token
 
     if get_token() is None:
-        return kind_of(repo)(
+        return _repo_errors(repo)(
             f"{_what(repo)} {repo.id} is gated: its licence has to be accepted, and no token was "
             "sent",
             hint=f"accept it at {repo.page}, then: hf auth login",
         )
-    return kind_of(repo)(
+    return _repo_errors(repo)(
         f"{_what(repo)} {repo.id} is gated, and the account of the token in use has no access",
         hint=f"accept its licence at {repo.page}, or another account: hf auth login",
     )
@@ -161,7 +161,7 @@ def _not_found(repo: RepoId) -> HocketError:
     why = "" if get_token() else ", or it is private and no token was sent (hf auth login)"
     names = _similar(repo)
     near = nearest(repo.id, names) or (names[0] if names else None)
-    return kind_of(repo)(
+    return _repo_errors(repo)(
         f"there is no directory {repo.id} here, and {constants.ENDPOINT} has no {_what(repo)} "
         f"{repo.id}{why}",
         hint=f"did you mean {near}?" if near else f"search at {constants.ENDPOINT}/{repo.kind}s",

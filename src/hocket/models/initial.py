@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hocket.models.skeleton import build
+from hocket.models.skeleton import build_skeleton
 from hocket.spec.errors import ModelError
 
 _WITH_BUFFERS = "_hocket_with_buffers"
@@ -93,7 +93,7 @@ def _constructed(skeleton: Any, module_name: str, name: str) -> Tensor | None:
     if known is None:
         try:
             with _without_parameters():
-                known = build(skeleton.config, device="cpu")
+                known = build_skeleton(skeleton.config, device="cpu")
         except Exception:  # a constructor may compute with its parameters, of which there are none
             return None
         skeleton.__dict__[_WITH_BUFFERS] = known

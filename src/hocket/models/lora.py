@@ -143,7 +143,7 @@ def saved_name(name: str) -> str:
     return f"{PREFIX}{name}"
 
 
-def merge(adapter: Path, base: ModelSource, to: Path, options: TrainOptions) -> None:
+def merge_adapter(adapter: Path, base: ModelSource, to: Path, options: TrainOptions) -> None:
     """Write the base with the adapter added to its weights, in the base's own dtype.
 
     The whole model lies in this process's memory while it is merged; peft does it. Of the adapter's

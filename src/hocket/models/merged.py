@@ -88,7 +88,7 @@ def adapter(name: str, folder: Path) -> Adapter:
     )
 
 
-def directory(name: str, found: Adapter, base: Path) -> Path:
+def merged_directory(name: str, found: Adapter, base: Path) -> Path:
     """The merged model, made if the cache does not hold it.
 
     Args:
@@ -156,7 +156,7 @@ def _copy_rest(folder: Path, base: Path, to: Path) -> None:
                 shutil.copyfile(file, to / file.name)
 
 
-def merge(folder: Path, base: Path, to: Path, scale: float, transposed: bool) -> None:
+def _merge_tensors(folder: Path, base: Path, to: Path, scale: float, transposed: bool) -> None:
     """Write the base's tensors, merged, into `to`. Raises ModelError."""
     import torch
     from safetensors import safe_open
@@ -214,7 +214,7 @@ def _pairs(names: list[str]) -> dict[str, tuple[str, str]]:
 if __name__ == "__main__":
     _folder, _base, _to, _scale, _transposed = sys.argv[1:]
     try:
-        merge(Path(_folder), Path(_base), Path(_to), float(_scale), _transposed == "1")
+        _merge_tensors(Path(_folder), Path(_base), Path(_to), float(_scale), _transposed == "1")
     except ModelError as refusal:
         print(refusal.message)
         sys.exit(1)

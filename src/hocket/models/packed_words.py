@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.models.dequantized import Box, Dequantized, floats, raw, unfit
+from hocket.models.dequantized import Box, Dequantized, floats, raw, unfit_tensors
 from hocket.models.disk_tensor import DiskTensor
-from hocket.models.weight_headers import shown
+from hocket.models.weight_headers import printable_key
 from hocket.spec.errors import WeightsError
 
 # The column of each value of an AWQ word, from the lowest bits on.
@@ -50,7 +50,7 @@ class Grouped(Dequantized):
             or (g_idx is not None and g_idx.shape != (inputs,))
             or (g_idx is None and inputs % groups)
         ):
-            raise unfit(name, qweight.shape, scales.key, scales.shape)
+            raise unfit_tensors(name, qweight.shape, scales.key, scales.shape)
         super().__init__(shape, qweight, qzeros, scales, g_idx)
         self._bits, self._per, self._awq, self._less_one = bits, per, awq, zeros_less_one
         self._qweight, self._qzeros, self._scales, self._g_idx = qweight, qzeros, scales, g_idx
@@ -69,7 +69,8 @@ class Grouped(Dequantized):
             group = raw(self._g_idx, (inputs,)).long()
             if int(group.min()) < 0 or int(group.max()) >= self._groups:
                 raise WeightsError(
-                    f"{shown(self._g_idx.key)} names group {int(group.max())} of {self._groups}"
+                    f"{printable_key(self._g_idx.key)} names group {int(group.max())} of "
+                    f"{self._groups}"
                 )
         else:
             group = torch.arange(inputs.start, inputs.stop) // (self.shape[1] // self._groups)
@@ -117,7 +118,7 @@ class Packed(Dequantized):
             or (g_idx is not None and g_idx.shape != shape[1:])
             or (zero is not None and zero.shape != (-(-scale.shape[0] // per), scale.shape[1]))
         ):
-            raise unfit(packed.key, packed.shape, scale.key, scale.shape)
+            raise unfit_tensors(packed.key, packed.shape, scale.key, scale.shape)
         super().__init__(shape, packed, scale, zero, g_idx)
         self._bits, self._per, self._offset = bits, per, offset
         self._packed, self._scale, self._zero, self._g_idx = packed, scale, zero, g_idx
@@ -134,7 +135,9 @@ class Packed(Dequantized):
         if self._g_idx is not None:
             group = raw(self._g_idx, (inputs,)).long()
             if int(group.min()) < 0 or int(group.max()) >= groups.stop:
-                raise WeightsError(f"{shown(self._g_idx.key)} names a group that has no scale")
+                raise WeightsError(
+                    f"{printable_key(self._g_idx.key)} names a group that has no scale"
+                )
         else:
             group = torch.arange(inputs.start, inputs.stop) // (self.shape[1] // groups.stop)
         if self._zero is not None:

@@ -56,7 +56,7 @@ class PlainModel:
         self._model.set_experts_implementation("eager")  # the grouped matmul has no fp64
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save_plain(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write a model as transformers saves it."""
     _quiet()
     model.save_pretrained(folder)  # type: ignore[operator]

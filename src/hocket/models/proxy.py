@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from hocket.models import skeleton
-from hocket.models.failure import place
+from hocket.models.failure import failure_place
 from hocket.spec.errors import ModelError
 
 NUM_LAYERS = 4
@@ -97,7 +97,7 @@ class ProxyModel:
 
     def build(self, *, seed: int = 0, attention: str = "sdpa") -> nn.Module:
         """The proxy model with random weights, on CPU in fp32, in evaluation mode (no dropout)."""
-        model = skeleton.build(self.config, attention=attention, dropout=0.0, device="cpu")
+        model = skeleton.build_skeleton(self.config, attention=attention, dropout=0.0, device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with torch.no_grad():
@@ -134,7 +134,7 @@ def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
             proxy = ProxyModel(
                 skeleton.config_of({**values, "model_type": config.model_type}, dropout=0.0), layers
             )
-            size = sum(p.numel() for p in skeleton.build(proxy.config).parameters())
+            size = sum(p.numel() for p in skeleton.build_skeleton(proxy.config).parameters())
             if size > _LARGEST:
                 raise ModelError(f"{size:,} parameters are left at sizes it names in its own way")
             _run(proxy)
@@ -143,7 +143,9 @@ def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
             continue
         return proxy
     assert error is not None  # every number of layers failed
-    reason = error.message if isinstance(error, ModelError) else f"it fails in {place(error)}"
+    reason = (
+        error.message if isinstance(error, ModelError) else f"it fails in {failure_place(error)}"
+    )
     raise ModelError(f"no tiny proxy model of {config.model_type!r} can be made: {reason}")
 
 

@@ -16,7 +16,7 @@ from hocket.spec.errors import HocketError, OptionError
 CARD = "README.md"
 
 
-def checked(name: str) -> repo_id.RepoId:
+def checked_repo(name: str) -> repo_id.RepoId:
     """The repository to push to.
 
     Raises:
@@ -24,7 +24,7 @@ def checked(name: str) -> repo_id.RepoId:
     """
     from huggingface_hub import constants, get_token
 
-    repo = repo_id.parse(name)
+    repo = repo_id.parse_repo(name)
     if repo is None or repo.revision is not None:
         raise OptionError(
             f"--push-to-hub is {name!r}; a repository is named ORG/NAME",
@@ -42,7 +42,9 @@ def checked(name: str) -> repo_id.RepoId:
     return repo
 
 
-def push(folder: Path, repo: repo_id.RepoId, *, card: str, private: bool | None = None) -> str:
+def push_folder(
+    folder: Path, repo: repo_id.RepoId, *, card: str, private: bool | None = None
+) -> str:
     """Upload a directory in one commit; the repository is made if it is not there.
 
     Args:

@@ -43,7 +43,7 @@ class Quantization:
     offset: int = 0
 
 
-def parse(
+def parse_quantization(
     name: str, config: Mapping[str, Any], base: Callable[[], str | None] = lambda: None
 ) -> Quantization | None:
     """The quantization of a model's weights; None where they are not quantized.
@@ -100,7 +100,7 @@ def of_directory(directory: Path) -> Quantization | None:
     """The quantization of the weights in a directory; None where they, or it, say none.
 
     Raises:
-        ModelError: as `parse`.
+        ModelError: as `parse_quantization`.
     """
     file = directory / "config.json"
     try:
@@ -109,7 +109,7 @@ def of_directory(directory: Path) -> Quantization | None:
         config = parse_json(file.read_text())
     except (OSError, *MALFORMED):
         return None
-    return parse(str(directory), config) if isinstance(config, dict) else None
+    return parse_quantization(str(directory), config) if isinstance(config, dict) else None
 
 
 def _is_block(block: Any) -> bool:
@@ -144,24 +144,24 @@ def _compressed(found: dict[str, Any], rejected: Callable[[str], ModelError]) ->
     return Quantization(method="compressed-tensors", bits=own, offset=1 << (own - 1))
 
 
-def stored(name: str) -> str:
+def storage_text(name: str) -> str:
     """How the weights of a quantized checkpoint are stored, in a line; empty of any other.
 
     Of a model of the Hub the listing is asked, not the weights.
 
     Raises:
-        ModelError: as `models.source.resolve`.
+        ModelError: as `models.source.resolve_model`.
     """
     from hocket.models import hub, repo_id
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
     from hocket.spec.units import format_bytes
 
-    found = resolve(name, weights=False)
+    found = resolve_model(name, weights=False)
     how = None if found.directory is None else of_directory(found.directory)
     if how is None or found.directory is None:
         return ""
     sizes = [file.stat().st_size for file in found.directory.glob("*.safetensors")]
-    repo = None if found.repo is None else repo_id.parse(found.repo)
+    repo = None if found.repo is None else repo_id.parse_repo(found.repo)
     if not sizes and repo is not None:
         listed = hub.listed(repo)
         sizes = [size for file, size in listed.items() if file.endswith(".safetensors")]

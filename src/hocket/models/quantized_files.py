@@ -11,7 +11,7 @@ from hocket.models.dequantized import BlockScaled, Dequantized, FourBit, Mxfp4
 from hocket.models.disk_tensor import QUANTIZED_DTYPES, DiskTensor
 from hocket.models.packed_words import Grouped, Packed
 from hocket.models.quantization import Quantization
-from hocket.models.weight_headers import shown
+from hocket.models.weight_headers import printable_key
 from hocket.spec.errors import WeightsError
 from hocket.spec.tensor_file import TensorFile
 
@@ -40,9 +40,9 @@ def tensors(
 
     def disk(key: str) -> DiskTensor:
         if key not in where:
-            raise WeightsError(f"the weights are quantized, and {shown(key)} is absent")
+            raise WeightsError(f"the weights are quantized, and {printable_key(key)} is absent")
         if where[key].entries[key].dtype not in QUANTIZED_DTYPES:
-            raise WeightsError(f"{shown(key)} has dtype {where[key].entries[key].dtype}")
+            raise WeightsError(f"{printable_key(key)} has dtype {where[key].entries[key].dtype}")
         return DiskTensor(where[key], key)
 
     def optional(key: str) -> DiskTensor | None:
@@ -112,7 +112,7 @@ def _of_bitsandbytes(
     except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
-        raise WeightsError(f"{shown(key)} does not hold a JSON object")
+        raise WeightsError(f"{printable_key(key)} does not hold a JSON object")
     most = optional(f"{name}.nested_absmax")
     nested = None if most is None else (most, disk(f"{name}.nested_quant_map"))
     return name, FourBit(

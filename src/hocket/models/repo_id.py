@@ -52,7 +52,7 @@ class RepoId:
         return dataclasses.replace(self, revision=folder.name)
 
 
-def parse(text: str, kind: str = MODEL) -> RepoId | None:
+def parse_repo(text: str, kind: str = MODEL) -> RepoId | None:
     """The repository that a text names: `org/name`, `org/name@revision`, or the address of its
     page; None for anything else, such as a path."""
     given = text

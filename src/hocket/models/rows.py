@@ -66,7 +66,7 @@ def documents_in(position_ids: Tensor) -> Documents | None:
     return Documents(cu_seqlens, next(bound for bound in bounds if bound >= longest))
 
 
-def documents_of(mask_function: Any) -> Documents | None:
+def mask_documents(mask_function: Any) -> Documents | None:
     """The documents that a mask function of transformers tells apart; None: none, or not known."""
     found: Documents | None = getattr(mask_function, "documents", None)
     return found

@@ -72,7 +72,7 @@ _ON: Mapping[str, Any] = {"output_router_logits": True, "z_loss_coefficient": 0.
 def switches(kind: str) -> dict[str, Any]:
     """The optional switches of a type's configuration, each with the opposite of its default:
     biases, norms of queries and keys, ties, parallel residuals, losses of routers ..."""
-    named, known = sample(kind), registry.defaults(kind).values
+    named, known = sample_config(kind), registry.defaults(kind).values
     return {
         name: not value
         for name, value in known.items()
@@ -80,7 +80,7 @@ def switches(kind: str) -> dict[str, Any]:
     } | {name: value for name, value in _ON.items() if name in known and known[name] != value}
 
 
-def sample(kind: str) -> dict[str, Any]:
+def sample_config(kind: str) -> dict[str, Any]:
     """The configuration, as of a checkpoint's config.json, whose proxy model represents a type.
 
     A type that attends both ways by default is made a decoder, which is what makes a causal

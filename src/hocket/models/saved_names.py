@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.models.skeleton import build
+from hocket.models.skeleton import build_skeleton
 
 
 class SavedNames:
@@ -28,7 +28,7 @@ class SavedNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
-        skeleton: Any = build(config, code=code)
+        skeleton: Any = build_skeleton(config, code=code)
         self.skeleton = skeleton
         steps = get_model_conversion_mapping(skeleton, add_legacy=False)
         self.is_identity = all(isinstance(step, PrefixChange) for step in steps)

@@ -22,7 +22,7 @@ def traced_size(spec: RunSpec) -> tuple[int, int]:
     return max(1, rows), max(1, workload.seq_len // layout.cp)
 
 
-def cache_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:
+def shape_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:
     """Where the shape of a run's model is kept, by its configuration and what traces it; with
     `size`, where that is kept of a model whose shape depends on it."""
     from importlib.metadata import version
@@ -39,7 +39,7 @@ def cache_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:
     return Path(home).expanduser() / "hocket" / "shapes" / name
 
 
-def read(file: Path) -> ModelShape | None:
+def read_shape(file: Path) -> ModelShape | None:
     """The shape that a file holds; None where there is none of this version."""
     try:
         return ModelShape.from_json(json.loads(file.read_text()))
@@ -47,7 +47,7 @@ def read(file: Path) -> ModelShape | None:
         return None
 
 
-def write(file: Path, shape: ModelShape) -> None:
+def write_shape(file: Path, shape: ModelShape) -> None:
     """Keep a shape; a folder that cannot be written is passed over."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

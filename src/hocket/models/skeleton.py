@@ -20,7 +20,7 @@ _REGISTERED: set[str] = set()
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make `function` an attention implementation that `build` takes by `name`.
+    """Make `function` an attention implementation that `build_skeleton` takes by `name`.
 
     It is called as transformers' own are, `(module, query, key, value, attention_mask, **kwargs)
     -> (output, None)`, and gets no mask: none is ever built for it.
@@ -88,7 +88,7 @@ def config_of(
     return config
 
 
-def build(
+def build_skeleton(
     config: dict[str, Any] | transformers.PreTrainedConfig,
     *,
     attention: str = "sdpa",

@@ -87,7 +87,7 @@ class ModelSource:
         return self.directory if self.trust_remote_code and "auto_map" in self.config else None
 
 
-def resolve(
+def resolve_model(
     name: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True
 ) -> ModelSource:
     """Find a model by directory, file, run folder, catalogue name or Hub name, and check it.
@@ -115,13 +115,13 @@ def resolve(
 
     from hocket.catalogue import models as catalogue
 
-    if text in catalogue.names():
+    if text in catalogue.model_names():
         return ModelSource(name=text, config=_check(text, catalogue.config(text), False))
     if path.exists():
-        raise fetched.rejected(text, [path.name], fetched.base_in(path.with_name("README.md"))) or (
-            ModelError(f"{text} is neither a directory nor a config.json")
-        )
-    repo = repo_id.parse(text)
+        raise fetched.unread_format(
+            text, [path.name], fetched.base_in(path.with_name("README.md"))
+        ) or (ModelError(f"{text} is neither a directory nor a config.json"))
+    repo = repo_id.parse_repo(text)
     if repo is not None:
         try:
             return _of_hub(text, repo, trust_remote_code, weights)
@@ -134,15 +134,15 @@ def resolve(
                 hint=runs,
             ) from None
     if os.sep in text or text.startswith((".", "~")):
-        near = nearest(path.name, catalogue.names())
+        near = nearest(path.name, catalogue.model_names())
         raise ModelError(
             f"there is no directory {text}, and the catalogue has no such name",
             hint=f"did you mean the catalogue's {near!r}?"
             if near
             else "a model of the Hub is named by its id: Qwen/Qwen3-0.6B",
         )
-    near = _same_size(text, catalogue.names())
-    other = nearest(text, catalogue.names())
+    near = _same_size(text, catalogue.model_names())
+    other = nearest(text, catalogue.model_names())
     raise ModelError(
         f"unknown model {text!r}: there is no directory and no model of the catalogue of that name",
         hint=f"did you mean {near!r}?"
@@ -161,13 +161,13 @@ def _same_size(text: str, names: Iterable[str]) -> str | None:
 
 
 def _of_hub(text: str, repo: repo_id.RepoId, trust_remote_code: bool, weights: bool) -> ModelSource:
-    folder = fetched.directory(repo, weights=False, code=trust_remote_code)
+    folder = fetched.fetched_directory(repo, weights=False, code=trust_remote_code)
     here = repo.at(folder)
     found = _directory(text, folder, trust_remote_code, False, here)
     if not weights:
         return found
     # What is large is downloaded once the configuration is known to be one that is read.
-    folder = fetched.directory(here, weights=True, code=trust_remote_code)
+    folder = fetched.fetched_directory(here, weights=True, code=trust_remote_code)
     return _directory(text, folder, trust_remote_code, True, here)
 
 
@@ -176,16 +176,16 @@ def fetch_again(spec: RunSpec) -> None:
     cache does not hold it. Raises ModelError."""
     repo = _repo_of(spec)
     if repo is not None and spec.weights is not None and not Path(spec.weights).is_dir():
-        fetched.directory(repo, weights=True, code=spec.options.trust_remote_code)
+        fetched.fetched_directory(repo, weights=True, code=spec.options.trust_remote_code)
 
 
 def _repo_of(spec: RunSpec) -> repo_id.RepoId | None:
     """The repository at a commit that a run's model is, None where it is something else."""
-    repo = repo_id.parse(spec.model)
+    repo = repo_id.parse_repo(spec.model)
     return repo if repo is not None and repo.commit else None
 
 
-def of_run(spec: RunSpec) -> ModelSource:
+def run_source(spec: RunSpec) -> ModelSource:
     """The source that a RunSpec describes: nothing is looked up again, but in the Hub's cache.
 
     Code is run as `spec.options` allows, and `RunFolder.load` takes that from the command.
@@ -263,7 +263,7 @@ def _adapted(name: str, path: Path, trust_remote_code: bool, weights: bool) -> M
     """An adapter's base, with the adapter merged where weights are asked for."""
     found = merged.adapter(name, path)
     try:
-        base = resolve(found.base, trust_remote_code=trust_remote_code, weights=weights)
+        base = resolve_model(found.base, trust_remote_code=trust_remote_code, weights=weights)
     except ModelError as error:
         raise ModelError(
             f"{name} is an adapter of {found.base}, which cannot be used: {error.message}",
@@ -273,7 +273,7 @@ def _adapted(name: str, path: Path, trust_remote_code: bool, weights: bool) -> M
         return dataclasses.replace(base, name=name, repo=None)
     if base.weights is None:
         raise ModelError(f"{name} is an adapter of {found.base}, which has no weights")
-    made = merged.directory(name, found, base.weights)
+    made = merged.merged_directory(name, found, base.weights)
     own = _directory(name, made, trust_remote_code, weights)
     return own if own.tokenizer is not None else dataclasses.replace(own, tokenizer=base.tokenizer)
 
@@ -329,7 +329,7 @@ def _export(run: Path, to: Path) -> str:
 def _weights(path: Path) -> Path | None:
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return path
-    other = fetched.rejected(
+    other = fetched.unread_format(
         str(path), (file.name for file in path.iterdir()), fetched.base_in(path / "README.md")
     )
     if other is not None:
@@ -377,7 +377,7 @@ def _check(
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"the configuration of {name} has no model_type")
-    quantization.parse(name, config, base)
+    quantization.parse_quantization(name, config, base)
     if "auto_map" in config:
         if not trust_remote_code:
             raise _untrusted(name)
@@ -389,7 +389,7 @@ def _check(
     alone = architecture is not None and not architecture.endswith("ForConditionalGeneration")
     if not alone or isinstance(config.get("text_config"), dict):
         stored = folder is not None and any((folder / file).exists() for file in (INDEX, SINGLE))
-        inside = text_part.config(config, headers(folder) if folder and stored else ())
+        inside = text_part.text_config(config, headers(folder) if folder and stored else ())
         if inside is not None:
             return _check(name, inside, trust_remote_code)
     if not alone:

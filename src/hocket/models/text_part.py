@@ -36,7 +36,7 @@ _TEXT = (
 """Beginnings of the text model's tensors, as they are stored, and as they are called."""
 
 
-def config(outer: Mapping[str, Any], tensors: Iterable[str] = ()) -> dict[str, Any] | None:
+def text_config(outer: Mapping[str, Any], tensors: Iterable[str] = ()) -> dict[str, Any] | None:
     """The configuration of the language model inside; None where there is none that is known.
 
     Args:
@@ -100,7 +100,7 @@ def _inside(outer: Mapping[str, Any]) -> bool:
     known = registry.causal_classes().get(str(model_type))
     alone = known is not None and not known.endswith("ForConditionalGeneration")
     nested = isinstance(outer.get("text_config"), Mapping)
-    return config(outer) is not None and (nested or not alone)
+    return text_config(outer) is not None and (nested or not alone)
 
 
 @functools.cache

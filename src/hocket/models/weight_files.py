@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from hocket.models import quantization, quantized_files, text_part
 from hocket.models.dequantized import Dequantized
 from hocket.models.disk_tensor import DTYPES, DiskTensor
-from hocket.models.weight_headers import headers, shown
+from hocket.models.weight_headers import headers, printable_key
 from hocket.spec.errors import WeightsError
 from hocket.spec.placement import Placement
 
@@ -156,7 +156,7 @@ class WeightFiles:
             dtype = file.entries[key].dtype
             if dtype not in DTYPES:
                 raise WeightsError(
-                    f"{shown(key)} in {file.path.name} has dtype {dtype}; known: "
+                    f"{printable_key(key)} in {file.path.name} has dtype {dtype}; known: "
                     f"{', '.join(DTYPES)}"
                 )
 
@@ -198,7 +198,7 @@ class WeightFiles:
                 self._stored.setdefault(sibling, found)
 
     def _check(self, unexpected: Iterable[str]) -> None:
-        wrong = [f"unexpected {shown(key)}" for key in unexpected]
+        wrong = [f"unexpected {printable_key(key)}" for key in unexpected]
         optional = {name for name, _ in self.skeleton.named_buffers()}
         held = set(self._stored)
         for name, shape in self._expected.items():

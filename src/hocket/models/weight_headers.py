@@ -39,12 +39,14 @@ def headers(directory: Path) -> dict[str, TensorFile]:
             raise WeightsError(error.message) from None
         for key in file.entries:
             if key in where:
-                raise WeightsError(f"{shown(key)} is both in {name} and in {where[key].path}")
+                raise WeightsError(
+                    f"{printable_key(key)} is both in {name} and in {where[key].path}"
+                )
             where[key] = file
     return where
 
 
-def shown(key: str) -> str:
+def printable_key(key: str) -> str:
     """A name of a file, as it may be printed: it may be anything."""
     return key if key.isprintable() and len(key) <= 200 else repr(key[:200])
 

@@ -85,7 +85,9 @@ class Weights:
                 self._files.read_into(local, self._placements[name])
                 self._done += local.nbytes
                 done, total = min(self._done, self._total), self._total
-                downloads.tell(downloads.Download("weights of a rank", done, total, brief=True))
+                downloads.report_download(
+                    downloads.Download("weights of a rank", done, total, brief=True)
+                )
             return
         owners = {name: _owner(name, self._placements[name], self._ties) for name in locals_}
         for owner, whole in random_values(

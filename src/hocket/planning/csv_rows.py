@@ -22,7 +22,7 @@ LARGEST_FILE = 64 * 2**20
 """Bytes of a table: a million rows."""
 
 
-def read(
+def read_csv(
     path: str | Path, required: Sequence[str], optional: Sequence[str]
 ) -> list[dict[str, str]]:
     """The rows of a CSV file.

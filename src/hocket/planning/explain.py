@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hocket.planning.forecast import LayoutForecast, forecast
+from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.layouts import Pins, tensor_degrees
 from hocket.planning.problem import Problem
-from hocket.planning.search import SearchResult, search
+from hocket.planning.search import SearchResult, search_layouts
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import RECOMPUTE, Layout
@@ -40,7 +40,7 @@ AGAIN = ("none", "selective", "modules", "full")
 """Kinds of recompute by how much runs again."""
 
 
-def explain(
+def explain_layout(
     problem: Problem,
     best: LayoutForecast,
     *,
@@ -100,7 +100,7 @@ def _losers(
             layout, high = found.least
             told[layout] = high / problem.usable, f"does not fit: at least {format_bytes(high)}"
         else:
-            other = forecast(problem, found.best, 0)
+            other = layout_forecast(problem, found.best, 0)
             layout = other.layout
             ratio = _value(other, objective) / _value(best, objective)
             told[layout] = ratio - 1, _loses(problem, best, other, objective)
@@ -191,7 +191,7 @@ def _changes(
         if found.num_fitting == 0:
             yield f"With {name} nothing would fit."
             continue
-        other = forecast(changed, found.best, 0)
+        other = layout_forecast(changed, found.best, 0)
         # Tokens rather than seconds: a batch of another size takes another time.
         ratio = best.tokens_per_second_per_gpu.median / other.tokens_per_second_per_gpu.median
         same, matters = _same(other.layout, best.layout), abs(ratio - 1) >= 0.01
@@ -257,7 +257,7 @@ def _same(one: Layout, other: Layout) -> bool:
 
 
 def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> SearchResult:
-    found = search(problem, objective=objective, pins=pins, here=here, simulated=SIMULATED)
+    found = search_layouts(problem, objective=objective, pins=pins, here=here, simulated=SIMULATED)
     assert found.num_fitting == 0 or np.all(found.best.high <= problem.usable)
     return found
 

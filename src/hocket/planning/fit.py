@@ -20,7 +20,7 @@ Numbers = Any
 """A float, or an array of one for each layout."""
 
 
-def fits(expected: MemoryEstimate, usable: Numbers) -> Numbers:
+def fits_memory(expected: MemoryEstimate, usable: Numbers) -> Numbers:
     """Whether the fullest rank's peak fits `usable` bytes."""
     return expected.least <= usable
 

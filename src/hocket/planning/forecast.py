@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.planning.fit import fits
+from hocket.planning.fit import fits_memory
 from hocket.planning.layouts import layout_at
 from hocket.planning.problem import Problem
 from hocket.planning.search import Priced
@@ -106,7 +106,7 @@ class LayoutForecast:
         return {**data, "layout": str(self.layout), "runs_here": self.runs_here}
 
 
-def forecast(
+def layout_forecast(
     problem: Problem, priced: Priced, index: int, *, num_similar: int = 0
 ) -> LayoutForecast:
     """The forecast of one priced row. `num_similar`: as in `LayoutForecast`."""
@@ -149,7 +149,7 @@ def forecast(
         "activations": float(held.activations[0]),
     }
     peak = float(held.peak[0])
-    enough = bool(fits(held, gpu.usable)[0])
+    enough = bool(fits_memory(held, gpu.usable)[0])
     known["buffers and context"] = peak - sum(known.values())
     unsupported = [one.reason(layout) for one in absent(layout)]
     unsupported += [

@@ -66,7 +66,7 @@ _NAMED = {priced: name for name, priced in NAMES.items()}
 Pins = Mapping[str, Any]
 
 
-def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
+def layout_pins(texts: Sequence[str]) -> dict[str, Any]:
     """Pins from `tp=8`, `recompute=full`, `shard=8`.
 
     Raises:
@@ -106,7 +106,7 @@ def pins_text(pins: Pins | None) -> str:
     return ", ".join(f"{k}={str(v).lower()}" for k, v in (pins or {}).items())
 
 
-def legal(
+def legal_layouts(
     shape: ModelShape,
     num_gpus: int,
     seq_len: int,
@@ -308,7 +308,7 @@ def concatenate(parts: Sequence[Layouts]) -> Layouts:
     return Layouts(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
-def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pins) -> str | None:
+def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pins) -> str | None:
     """What keeps pins from being legal, if it is one of them alone."""
     degrees = tensor_degrees(shape)
     if pins.get("tp", 1) not in degrees:
@@ -355,7 +355,7 @@ def tensor_degrees(shape: ModelShape) -> list[int]:
     ]
 
 
-# --- the parts of `legal` ----------------------------------------------------------------------
+# --- the parts of `legal_layouts` ---
 
 
 def _degrees(field: str, choices: Sequence[int], pins: Pins, here: bool) -> list[int]:
@@ -478,7 +478,7 @@ def _allowed(
     piped = pp > 1
     if schedule == "interleaved":
         # Rounds of microbatches must be equal, as the schedule's builder asks.
-        keep = piped & (virtual > 1) & legality.rounds(m, pp)
+        keep = piped & (virtual > 1) & legality.interleaved_rounds(m, pp)
     elif schedule in LATE:
         # Full recompute has thrown away what the weights' half waits for; it is made again for the
         # first half and held from there on: as much as without it, and slower.

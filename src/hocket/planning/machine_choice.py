@@ -52,7 +52,7 @@ def meshes(shape: ModelShape, most_ranks: int) -> list[Layout]:
     ]
 
 
-def candidates(
+def candidate_layouts(
     shape: ModelShape, workload: Workload, most_ranks: int, axes: Collection[str] = ()
 ) -> list[Layout]:
     """`meshes` that a batch allows, with each number of microbatches and schedule.
@@ -124,7 +124,7 @@ def leaner(layouts: Iterable[Layout]) -> list[Layout]:
     return found
 
 
-def choose(
+def choose_layout(
     shape: ModelShape,
     workload: Workload,
     machine: MeasuredMachine,
@@ -137,12 +137,12 @@ def choose(
 ) -> tuple[Forecast, Timeline]:
     """The forecast of the fastest layout that fits, with what else was weighed.
 
-    Args: as `weigh`.
+    Args: as `evaluate_layouts`.
 
     Raises:
         LayoutError: none of the layouts fits into what a rank may hold.
     """
-    weighed = weigh(
+    weighed = evaluate_layouts(
         shape, workload, machine, layouts,
         otherwise=otherwise, bucket_mb=bucket_mb, clip=clip, shown=shown,
     )  # fmt: skip
@@ -152,7 +152,7 @@ def choose(
 def best_of(
     weighed: list[tuple[Forecast, Timeline]], shape: ModelShape, workload: Workload, shown: int = 12
 ) -> tuple[Forecast, Timeline]:
-    """The first of what `weigh` returned, with the others beside it.
+    """The first of what `evaluate_layouts` returned, with the others beside it.
 
     Raises:
         OptionError: there is none.
@@ -166,13 +166,13 @@ def best_of(
         )
     best, timeline = weighed[0]
     require_fit([one for one, _ in weighed], shape)
-    return beside(best, (one for one, _ in weighed), shown), timeline
+    return with_considered_layouts(best, (one for one, _ in weighed), shown), timeline
 
 
 def require_fit(rows: Iterable[Forecast], shape: ModelShape) -> None:
     """Reject layouts of which none fits into what a rank may hold. Raises LayoutError."""
-    least = min(rows, key=lambda one: (not fits(one), max(one.peak_bytes)))
-    if not fits(least):
+    least = min(rows, key=lambda one: (not fits_machine(one), max(one.peak_bytes)))
+    if not fits_machine(least):
         raise LayoutError(
             f"{shape.name} fits in no layout of this machine: the least is "
             f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
@@ -181,7 +181,9 @@ def require_fit(rows: Iterable[Forecast], shape: ModelShape) -> None:
         )
 
 
-def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Forecast:
+def with_considered_layouts(
+    best: Forecast, weighed: Iterable[Forecast], shown: int = 12
+) -> Forecast:
     """A forecast with what else was weighed, itself among it, best first."""
     others = [one for one in weighed if one.layout != best.layout]
     rows = sorted([best, *others], key=_order)[:shown]
@@ -195,7 +197,7 @@ def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Fore
                 step_seconds=one.step_seconds,
                 memory=max(one.peak_bytes),
                 bubble=one.bubble,
-                fits=fits(one),
+                fits=fits_machine(one),
                 chosen=one is best,
             )
             for one in rows
@@ -203,7 +205,7 @@ def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Fore
     )
 
 
-def weigh(
+def evaluate_layouts(
     shape: ModelShape,
     workload: Workload,
     machine: MeasuredMachine,
@@ -228,26 +230,26 @@ def weigh(
             continue  # it cannot be the fastest, and enough is shown
         one, timeline = forecast_of(job, machine)
         weighed.append((one, timeline))
-        if fits(one):
+        if fits_machine(one):
             best_yet = min(best_yet, one.step_seconds)
     if otherwise is not None and best_yet == math.inf:
-        weighed += weigh(
+        weighed += evaluate_layouts(
             shape, workload, machine, otherwise(), bucket_mb=bucket_mb, clip=clip, shown=shown
         )
     return sorted(weighed, key=lambda pair: _order(pair[0]))
 
 
 def _order(one: Forecast) -> tuple[bool, float]:
-    return not fits(one), one.step_seconds
+    return not fits_machine(one), one.step_seconds
 
 
-def fits(one: Forecast) -> bool:
+def fits_machine(one: Forecast) -> bool:
     """Whether its peak rank, with the margin that a choice leaves, is what a rank may hold."""
     return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
 
 
 def holds(job: StepProblem, machine: MeasuredMachine) -> bool:
-    """As `fits`, of a layout whose step is not predicted."""
+    """As `fits_machine`, of a layout whose step is not predicted."""
     room = machine.room(job.layout.world_size)
     return not room or MARGIN * max(row["total"] for row in memory_rows(job)) <= room
 

@@ -12,7 +12,7 @@ from hocket.cost.measured_links import CROSSED, MeasuredLinks
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem, step_prices
 from hocket.cost.measured_rates import Rates
-from hocket.schedules.registry import build
+from hocket.schedules.registry import build_schedule
 from hocket.simulation.processors import Cores, Slowdown, alone
 from hocket.simulation.step import exposed, play_step
 from hocket.spec.collectives import total
@@ -72,7 +72,7 @@ class MeasuredMachine:
         return min(known, key=lambda s: abs(s.ranks - ranks)).unlike
 
 
-def forecast(
+def machine_forecast(
     shape: ModelShape,
     layout: Layout,
     workload: Workload,
@@ -117,14 +117,14 @@ def step_problem(
         shape=shape,
         layout=layout,
         workload=workload,
-        schedule=schedule or build(layout, layout.microbatches or 1),
+        schedule=schedule or build_schedule(layout, layout.microbatches or 1),
         bucket_mb=bucket_mb,
         clip=clip,
     )
 
 
 def forecast_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Forecast, Timeline]:
-    """As `forecast`, of a problem that is made."""
+    """As `machine_forecast`, of a problem that is made."""
     layout, workload, schedule = job.layout, job.workload, job.schedule
     rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)

@@ -80,7 +80,7 @@ def usual(longest: int) -> Service:
     )
 
 
-def forecast(
+def server_forecast(
     shape: ModelShape,
     layout: Layout,
     machine: MeasuredMachine,
@@ -226,7 +226,7 @@ def under_load(
     if slots < 1:
         return (), (), 0.0
     table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
-    most = max((rate for _, rate in steady(table, service, slots)), default=0.0)
+    most = max((rate for _, rate in _steady_rounds(table, service, slots)), default=0.0)
     residence = _alone(table, service)
     if not (most > 0 and math.isfinite(most * residence)):
         return (), (), 0.0
@@ -294,7 +294,7 @@ def _good_rate(loads: Sequence[ServiceLoad], play: Any, service: Service) -> flo
     return low
 
 
-def steady(table: RoundTable, service: Service, slots: int) -> list[tuple[float, float]]:
+def _steady_rounds(table: RoundTable, service: Service, slots: int) -> list[tuple[float, float]]:
     """(seconds of a round, requests a second) of every batch in a steady state."""
     budget = table.chunk * table.stages
     share = service.prompt_len / service.output_len
@@ -376,7 +376,7 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
 # --- which layout ---------------------------------------------------------------------------------
 
 
-def weigh(
+def _evaluate_servers(
     shape: ModelShape,
     machine: MeasuredMachine,
     sizes: EngineSizes,
@@ -400,7 +400,7 @@ def weigh(
         if slots >= 1:
             prices = _prices(replica, machine, layout.world_size)[0]
             table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
-            rates = steady(table, service, slots)
+            rates = _steady_rounds(table, service, slots)
             goal = math.inf if service.tpot_ms is None else service.tpot_ms / 1e3
             most = max((rate for _, rate in rates), default=0.0)
             good = max((rate for seconds, rate in rates if seconds <= goal), default=0.0)
@@ -417,7 +417,7 @@ def weigh(
     return sorted(found, key=lambda p: (not p[1].fits, -p[0], -p[1].tokens_per_second, p[1].ranks))
 
 
-def choose(
+def choose_server(
     shape: ModelShape,
     machine: MeasuredMachine,
     sizes: EngineSizes,
@@ -429,7 +429,7 @@ def choose(
     Raises:
         OptionError: none of them fits.
     """
-    weighed = weigh(shape, machine, sizes, layouts, service)
+    weighed = _evaluate_servers(shape, machine, sizes, layouts, service)
     if not weighed or not weighed[0][1].fits:
         best = max(weighed, key=lambda p: p[1].cache_tokens)[1] if weighed else None
         room = format_bytes(machine.room(1))
@@ -446,10 +446,12 @@ def choose(
             else "another machine: hocket plan MODEL --serve",
         )
     chosen = Layout.parse(weighed[0][1].layout)
-    return beside(forecast(shape, chosen, machine, sizes, service), [one for _, one in weighed])
+    return with_considered_servers(
+        server_forecast(shape, chosen, machine, sizes, service), [one for _, one in weighed]
+    )
 
 
-def beside(found: ServingForecast, weighed: Sequence[Weighed]) -> ServingForecast:
+def with_considered_servers(found: ServingForecast, weighed: Sequence[Weighed]) -> ServingForecast:
     """A forecast with what else was weighed."""
     return dataclasses.replace(
         found,

@@ -65,20 +65,20 @@ def priced(problem: Problem, layout: Layout) -> list[tuple[float, tuple[str, ...
     return [(total, order) for total, _, order in rows]
 
 
-def place(problem: Problem, layout: Layout) -> Layout:
+def best_order(problem: Problem, layout: Layout) -> Layout:
     """The layout in the order whose messages take least time on this cluster's links."""
     if sum(layout.degree(axis) > 1 for axis in AXES) < 2:
         return layout
     return dataclasses.replace(layout, order=priced(problem, layout)[0][1])
 
 
-def placed(problem: Problem, found: LayoutForecast) -> LayoutForecast:
+def placed_forecast(problem: Problem, found: LayoutForecast) -> LayoutForecast:
     """A forecast in the order whose messages take least time, where that shortens the step."""
     layout = found.layout
     several = problem.cluster.domain < layout.world_size <= LARGEST
     if not several or sum(layout.degree(axis) > 1 for axis in AXES) < 2:
         return found
-    other = moved(problem, found, place(problem, layout).order)
+    other = moved(problem, found, best_order(problem, layout).order)
     return other if other.step_seconds.median < found.step_seconds.median * (1 - EQUAL) else found
 
 

@@ -11,13 +11,20 @@ from hocket.catalogue.hardware import cluster as find_cluster
 from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
 from hocket.planning.fit import HEADROOM
-from hocket.planning.forecast import LayoutForecast, forecast
+from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.goodput import Goodput
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
-from hocket.planning.placement import moved, placed
+from hocket.planning.placement import moved, placed_forecast
 from hocket.planning.problem import Problem
-from hocket.planning.search import BESIDE, Priced, SearchResult, price, search, simulate_all
-from hocket.planning.tools.emit import TOOLS, reasons
+from hocket.planning.search import (
+    BESIDE,
+    Priced,
+    SearchResult,
+    price_layouts,
+    search_layouts,
+    simulate_all,
+)
+from hocket.planning.tools.emit import TOOLS, tool_reasons
 from hocket.spec import renamed
 from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
@@ -100,7 +107,7 @@ class TrainingPlan:
         return data
 
 
-def plan(
+def best_layouts(
     problem: Problem,
     *,
     objective: str = "time",
@@ -122,7 +129,9 @@ def plan(
     """
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
-    found = search(problem, objective=objective, pins=pins, beside=None if everything else BESIDE)
+    found = search_layouts(
+        problem, objective=objective, pins=pins, beside=None if everything else BESIDE
+    )
     if found.num_fitting == 0:
         raise _impossible(problem, found, pins)
     notes = []
@@ -160,7 +169,8 @@ def plan(
 def _told(problem: Problem, priced: Priced, index: int, num_similar: int) -> LayoutForecast:
     """The forecast of one row, its axes placed on the links."""
     return _with_tools(
-        problem, placed(problem, forecast(problem, priced, index, num_similar=num_similar))
+        problem,
+        placed_forecast(problem, layout_forecast(problem, priced, index, num_similar=num_similar)),
     )
 
 
@@ -177,7 +187,7 @@ def _with_tools(problem: Problem, found: LayoutForecast) -> LayoutForecast:
     """With the software that runs it, where this hocket does not."""
     if found.runs_here:
         return found
-    able = [name for name, tool in TOOLS.items() if not reasons(tool.limits, problem, found)]
+    able = [name for name, tool in TOOLS.items() if not tool_reasons(tool.limits, problem, found)]
     return dataclasses.replace(found, tools=tuple(able))
 
 
@@ -186,7 +196,7 @@ def timeline_of(problem: Problem, layout: Layout) -> Timeline | None:
     if layout.pp == 1:
         return None
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
-    return problem.timeline(layout, price(problem, only).times)
+    return problem.timeline(layout, price_layouts(problem, only).times)
 
 
 def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
@@ -204,8 +214,8 @@ def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
     problem = dataclasses.replace(problem, division=layout.pipeline_split)
     problem.cut(layout)  # refuses layers that do not add up
-    priced = simulate_all(problem, price(problem, only))
-    found = forecast(problem, priced, 0)
+    priced = simulate_all(problem, price_layouts(problem, only))
+    found = layout_forecast(problem, priced, 0)
     kept = {name: getattr(layout, name) for name in ("pipeline_split", "data_parallel", "offload")}
     whole = dataclasses.replace(found.layout, **kept)
     found = moved(problem, dataclasses.replace(found, layout=whole), layout.order)
@@ -338,7 +348,7 @@ def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[s
     notes = ["No layout that this version runs fits" + (f" with {asked}." if asked else ".")]
     if pins:
         try:
-            free = search(problem, objective=objective, here=True)
+            free = search_layouts(problem, objective=objective, here=True)
         except OptionError:
             free = None
         if free is not None and free.num_fitting:
@@ -382,7 +392,7 @@ def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> Lay
     assert found.least is not None
     layout, high = found.least
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
-    held = forecast(problem, price(problem, only), 0).memory_by_kind
+    held = layout_forecast(problem, price_layouts(problem, only), 0).memory_by_kind
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
     asked = f", {pins_text(pins)}" if pins else ""
     message = (

@@ -12,7 +12,7 @@ from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.machine import ClusterNumbers, stack_machines
 from hocket.cost.step import StepTimes, step_times
-from hocket.cost.terms import Floats, Terms, stack, structure, terms
+from hocket.cost.terms import Floats, Terms, stack_terms, structure, terms
 from hocket.planning.table import PublishedRow
 from hocket.spec.model_shape import ModelShape
 
@@ -49,7 +49,7 @@ def by_structure(rows: Sequence[PublishedRow]) -> list[list[int]]:
     return list(found.values())
 
 
-def batch(rows: Sequence[PublishedRow]) -> RowBatch:
+def row_batch(rows: Sequence[PublishedRow]) -> RowBatch:
     """Rows of one structure of model as one batch."""
     known: dict[int, Terms] = {}
     models: dict[int, ModelShape] = {}
@@ -59,7 +59,7 @@ def batch(rows: Sequence[PublishedRow]) -> RowBatch:
             models[id(row.shape)] = row.shape
     names = [f.name for f in dataclasses.fields(Layouts)]
     return RowBatch(
-        model=stack([known[id(row.shape)] for row in rows]),
+        model=stack_terms([known[id(row.shape)] for row in rows]),
         layouts=Layouts(**{n: np.array([row.layout[n] for row in rows]) for n in names}),
         seq_len=np.array([row.seq_len for row in rows]),
         machine=stack_machines([row.machine for row in rows]),

@@ -31,9 +31,9 @@ from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
 from hocket.planning.fit import proposable
-from hocket.planning.layouts import Pins, legal
+from hocket.planning.layouts import Pins, legal_layouts
 from hocket.planning.tools.limits import Facts, ToolLimits
-from hocket.schedules.registry import build, stage_ranks
+from hocket.schedules.registry import build_schedule, stage_ranks
 from hocket.simulation import durations, simulate
 from hocket.spec.cluster import Cluster
 from hocket.spec.cut import Cut, choose_cut
@@ -169,9 +169,9 @@ class Problem:
         return self.tokens * self.shape.flops_per_token(self.seq_len, causal=False)
 
     def legal(self, num_gpus: int, *, pins: Pins | None = None, here: bool = False) -> Layouts:
-        """Every legal layout of so many GPUs, as `layouts.legal`, that `limits` allow."""
+        """Every legal layout of so many GPUs, as `layouts.legal_layouts`, that `limits` allow."""
         domain = min(self.cluster.domain, num_gpus)
-        found = legal(
+        found = legal_layouts(
             self.shape, num_gpus, self.seq_len, self.global_batch,
             pins=pins, here=here, domain=domain, selective=self._selective,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class Problem:
     def facts(self) -> Facts:
         """What flags of other software depend on, apart from the layout."""
         name, node = self.shape.name, self.cluster.node
-        known = name in models.names()
+        known = name in models.model_names()
         return Facts.of(
             self.shape,
             model=name,
@@ -411,7 +411,7 @@ def _slowest(layout: Layout, seconds: dict[str, Floats]) -> tuple[Floats, Floats
 
 @functools.lru_cache(maxsize=512)
 def _schedule(layout: Layout, microbatches: int) -> Schedule:
-    return build(layout, microbatches, checked=False)
+    return build_schedule(layout, microbatches, checked=False)
 
 
 @functools.lru_cache(maxsize=512)

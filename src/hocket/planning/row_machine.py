@@ -47,7 +47,7 @@ def _kinds_of(device: str) -> list[str]:
     return found
 
 
-def cluster_of(gpu: str, network: str, *, gpus: int, per_node: int) -> Cluster:
+def row_cluster(gpu: str, network: str, *, gpus: int, per_node: int) -> Cluster:
     """The cluster of a row, of so many GPUs.
 
     Args:
@@ -76,7 +76,7 @@ def _curves(gpu: str, kind: str, precision: str) -> CurveSet:
     return machine(cluster, precision, curves_of(node)).curves[0]
 
 
-def machine_of(cluster: Cluster, precision: str) -> ClusterNumbers:
+def row_machine_numbers(cluster: Cluster, precision: str) -> ClusterNumbers:
     """Numbers of a row's cluster, with the collectives that were measured on its GPUs."""
     numbers, node = machine(cluster, precision), cluster.node
     return dataclasses.replace(numbers, curves=(_curves(node.gpu.name, node.name, precision),))

@@ -15,7 +15,14 @@ import numpy as np
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
-from hocket.planning.layouts import Pins, concatenate, layout_at, pins_text, runs_here, why_not
+from hocket.planning.layouts import (
+    Pins,
+    concatenate,
+    layout_at,
+    pins_text,
+    runs_here,
+    unmet_pin,
+)
 from hocket.planning.problem import Problem, played_microbatches
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
@@ -90,7 +97,7 @@ class SearchResult:
     least: tuple[Layout, float] | None
 
 
-def search(
+def search_layouts(
     problem: Problem,
     *,
     objective: str = "time",
@@ -104,7 +111,7 @@ def search(
     Args:
         objective: `time` of a step, `tokens-per-dollar` (fewer GPUs are looked at as well), or
             `memory` of the fullest GPU.
-        pins: axis to the only value that it may have, see `layouts.parse_pins`.
+        pins: axis to the only value that it may have, see `layouts.layout_pins`.
         here: only what this hocket can carry out itself.
         simulated: how many layouts are simulated, of those that run here and of the others each.
         beside: how many of the others where some run here. None: as many.
@@ -122,14 +129,14 @@ def search(
     layouts = concatenate(parts)
     high = problem.high_memory(layouts)
     fits = high <= problem.usable
-    num_gpus = int(world(layouts).max())
+    num_gpus = int(_layout_gpus(layouts).max())
     if not fits.any():
         at = int(high.argmin())
         least = layout_at(layouts, at), float(high[at])
-        empty = price(problem, layouts.take(np.arange(0)))
+        empty = price_layouts(problem, layouts.take(np.arange(0)))
         return SearchResult(empty, len(layouts), 0, num_gpus, least)
     kept = np.flatnonzero(fits)
-    priced = price(problem, layouts.take(kept), high=high[kept])
+    priced = price_layouts(problem, layouts.take(kept), high=high[kept])
     exchanged = np.flatnonzero(problem.exchanged(priced.layouts, priced.times))
     if len(exchanged):
         priced = priced.take(exchanged)
@@ -138,7 +145,7 @@ def search(
     return SearchResult(best, len(layouts), len(kept), num_gpus, None)
 
 
-def price(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Priced:
+def price_layouts(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Priced:
     """Layouts priced by closed forms, in their order."""
     high = problem.high_memory(layouts) if high is None else high
     times = problem.times(layouts)
@@ -184,7 +191,7 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
     )
 
 
-def world(layouts: Layouts) -> Floats:
+def _layout_gpus(layouts: Layouts) -> Floats:
     """GPUs that each layout uses, [r]."""
     found: Floats = layouts.dp * layouts.pp * layouts.cp * layouts.tp
     return found
@@ -195,11 +202,11 @@ def score(priced: Priced, objective: str) -> Floats:
     if objective == "memory":
         return priced.high
     if objective == "tokens-per-dollar":
-        return priced.seconds * world(priced.layouts)
+        return priced.seconds * _layout_gpus(priced.layouts)
     return priced.seconds
 
 
-def order(priced: Priced, objective: str) -> np.ndarray:
+def ranked_rows(priced: Priced, objective: str) -> np.ndarray:
     """Rows from best to worst; equals by memory, then by how little they ask for."""
     at = priced.layouts
     asks = at.zero + at.recompute + at.sequence_parallel + np.log2(at.cp) + (at.virtual > 1)
@@ -221,7 +228,7 @@ def _best(problem: Problem, priced: Priced, objective: str, simulated: int, besi
         for rows in chosen
     ]
     joined = played[0] if len(played) == 1 else _join(*played)
-    return joined.take(order(joined, objective))
+    return joined.take(ranked_rows(joined, objective))
 
 
 def _join(one: Priced, other: Priced) -> Priced:
@@ -260,7 +267,7 @@ def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int
     if not most:
         asked = pins_text(pins)
         shape, seq_len, batch = problem.shape, problem.seq_len, problem.global_batch
-        reason = why_not(shape, cluster.num_gpus, seq_len, batch, pins)
+        reason = unmet_pin(shape, cluster.num_gpus, seq_len, batch, pins)
         if reason is None and problem.limits:
             reason = f"it must run on {' and '.join(limit.software for limit in problem.limits)}"
         why = f": {reason}" if reason else ""

@@ -110,7 +110,7 @@ class LoadGroup:
     prompts: LoadColumns | None = None
 
 
-def groups(rows: Sequence[ServingTableRow]) -> list[LoadGroup]:
+def load_groups(rows: Sequence[ServingTableRow]) -> list[LoadGroup]:
     """Rows in groups that are solved at once."""
     found: dict[tuple[str, str], list[int]] = {}
     for i, row in enumerate(rows):
@@ -124,8 +124,8 @@ def groups(rows: Sequence[ServingTableRow]) -> list[LoadGroup]:
                 kind=kind,
                 places=tuple(places),
                 rows=chosen,
-                at=columns(chosen, "decode" if apart else ""),
-                prompts=columns(chosen, "prefill") if apart else None,
+                at=load_columns(chosen, "decode" if apart else ""),
+                prompts=load_columns(chosen, "prefill") if apart else None,
             )
         )
     return result
@@ -151,7 +151,7 @@ def answers(
     return LoadSolution(**found)
 
 
-def columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumns:
+def load_columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumns:
     """Rows of one model; `which`: the `prefill` or `decode` workers of separated ones."""
     prices = [_workers(r, which).prices if which else r.prices for r in rows]
     parts = [p.replica for p in prices]

@@ -194,17 +194,19 @@ class ServingTableRow:
     assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; raises OptionError as `csv_rows.read`."""
-    return csv_rows.read(path, REQUIRED, OPTIONAL)
+def read_serving_table(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; raises OptionError as `csv_rows.read_csv`."""
+    return csv_rows.read_csv(path, REQUIRED, OPTIONAL)
 
 
-def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[ServingTableRow], dict[str, str]]:
+def serving_rows(
+    table: Iterable[Mapping[str, str]],
+) -> tuple[list[ServingTableRow], dict[str, str]]:
     """The rows that can be predicted, and of the others why not, by id."""
-    return csv_rows.parsed_rows(table, parse)
+    return csv_rows.parsed_rows(table, parse_serving_row)
 
 
-def parse(row: Mapping[str, str]) -> ServingTableRow | str:
+def parse_serving_row(row: Mapping[str, str]) -> ServingTableRow | str:
     """What a row describes, or why it cannot be predicted."""
     return csv_rows.or_reason(_parse, row)
 

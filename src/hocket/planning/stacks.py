@@ -138,7 +138,7 @@ STACKS: dict[str, Stack] = {
 }  # fmt: skip
 
 
-def stack(name: str) -> Stack:
+def named_stack(name: str) -> Stack:
     """A stack by its name. Raises OptionError for an unknown one, with the nearest."""
     if name not in STACKS:
         message, hint = unknown("stack", name, STACKS)

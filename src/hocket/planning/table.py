@@ -33,8 +33,8 @@ from hocket.planning import csv_rows, expert_rows
 from hocket.planning.csv_rows import LeftOut, number
 from hocket.planning.decoder import decoder
 from hocket.planning.problem import Problem
-from hocket.planning.row_machine import cluster_of, machine_of
-from hocket.planning.unstated import KNOBS, resolve
+from hocket.planning.row_machine import row_cluster, row_machine_numbers
+from hocket.planning.unstated import KNOBS, resolve_unstated
 from hocket.spec.cluster import Cluster
 from hocket.spec.model_shape import ModelShape
 
@@ -141,12 +141,12 @@ class PublishedRow:
     memory_counted: str
 
 
-def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; raises OptionError as `csv_rows.read`."""
-    return csv_rows.read(path, REQUIRED, OPTIONAL)
+def read_training_table(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; raises OptionError as `csv_rows.read_csv`."""
+    return csv_rows.read_csv(path, REQUIRED, OPTIONAL)
 
 
-def parse(row: Mapping[str, str]) -> PublishedRow | str:
+def parse_training_row(row: Mapping[str, str]) -> PublishedRow | str:
     """What a row describes, or why it cannot be predicted."""
     return csv_rows.or_reason(_parse, row)
 
@@ -168,7 +168,7 @@ def _parse(row: Mapping[str, str]) -> PublishedRow:
     layout = _layout(row, stack, said)
     if stack == "megatron" and (layout["sequence_parallel"] or layout["recompute"] == SELECTIVE):
         stack = "megatron-2022"  # which brought both
-    cluster = cluster_of(
+    cluster = row_cluster(
         row["gpu"],
         row.get("inter_link", ""),
         gpus=int(layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"]),
@@ -176,7 +176,7 @@ def _parse(row: Mapping[str, str]) -> PublishedRow:
     )
     if precision not in cluster.node.gpu.flops:
         raise LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
-    numbers = machine_of(cluster, precision)
+    numbers = row_machine_numbers(cluster, precision)
     grad_dtype = _grad_dtype(row.get("precision", ""), precision, stack)
     values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
     if precision in FEW_BITS:
@@ -250,7 +250,7 @@ def _resolved(
         grad_dtype=grad_dtype,
         stack=found.stack,
     )
-    fields, resolved = resolve(problem, at, unstated)
+    fields, resolved = resolve_unstated(problem, at, unstated)
     return dataclasses.replace(found, layout=fields, resolved=resolved)
 
 
@@ -433,6 +433,6 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     }
 
 
-def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRow], dict[str, str]]:
+def training_rows(table: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRow], dict[str, str]]:
     """The rows that can be predicted, and of the others why not, by id."""
-    return csv_rows.parsed_rows(table, parse)
+    return csv_rows.parsed_rows(table, parse_training_row)

@@ -16,9 +16,9 @@ import numpy as np
 
 from hocket.cost.layout_batch import SCHEDULES, Layouts
 from hocket.cost.memory import LATE
-from hocket.planning.fit import fits
+from hocket.planning.fit import fits_memory
 from hocket.planning.problem import Problem
-from hocket.planning.search import order, price
+from hocket.planning.search import price_layouts, ranked_rows
 from hocket.planning.stacks import STACKS
 from hocket.planning.tools.limits import ToolLimits
 from hocket.spec import legality
@@ -34,7 +34,7 @@ KNOBS = {
 """Columns that a row may leave empty, and the field of a layout that each one is."""
 
 
-def resolve(
+def resolve_unstated(
     problem: Problem, stated: Mapping[str, float], unstated: Collection[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """The chosen layout, and each unstated column with its value as text.
@@ -48,9 +48,9 @@ def resolve(
     if not len(rows):
         raise OptionError("no layout of its degrees is legal for the model and the batch")
     held = problem.memory(rows)
-    enough = np.flatnonzero(fits(held, problem.cluster.node.gpu.usable))
+    enough = np.flatnonzero(fits_memory(held, problem.cluster.node.gpu.usable))
     if len(enough):
-        at = int(enough[order(price(problem, rows.take(enough)), "time")[0]])
+        at = int(enough[ranked_rows(price_layouts(problem, rows.take(enough)), "time")[0]])
     else:
         at = int(held.least.argmin())
     values = {

@@ -30,9 +30,9 @@ import numpy as np
 from hocket.cost.constants import Constants
 from hocket.cost.memory import peak_memory
 from hocket.planning import csv_rows
-from hocket.planning.fit import fits
-from hocket.planning.pricing import RowBatch, batch, by_structure
-from hocket.planning.table import MAINSTREAM, PublishedRow, read, rows
+from hocket.planning.fit import fits_memory
+from hocket.planning.pricing import RowBatch, by_structure, row_batch
+from hocket.planning.table import MAINSTREAM, PublishedRow, read_training_table, training_rows
 
 FIELDS = (
     "rows_used",
@@ -46,7 +46,7 @@ FIELDS = (
 )
 
 ROW_COLUMNS = ("id", "predicted_iter_s", "predicted_mem_gb", "fits", "resolved", "left_out")
-"""Of the file that `write_rows` writes."""
+"""Of the file that `write_training_predictions` writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,38 +109,38 @@ class ValidationReport:
         }
 
 
-def validate(path: str | Path) -> ValidationReport:
+def validate_training(path: str | Path) -> ValidationReport:
     """Price every row of a table.
 
     Raises:
         OptionError: the file is missing or lacks columns that are needed.
     """
-    return report(read(path))
+    return training_report(read_training_table(path))
 
 
-def report(table: Sequence[Mapping[str, str]]) -> ValidationReport:
+def training_report(table: Sequence[Mapping[str, str]]) -> ValidationReport:
     """Price every row of a table that has been read."""
     ids = tuple(line["id"] for line in table)
     keys = _told_apart(ids)
     table = [{**line, "id": key} for line, key in zip(table, keys, strict=True)]
-    found, left_out = rows(table)
-    priced = price(found)
+    found, left_out = training_rows(table)
+    priced = price_training_rows(found)
     source = {line["id"]: line["source"] for line in table}
     names: dict[str, list[ValidatedRow]] = {}
     for one in priced:
-        names.setdefault(group_of(one.row), []).append(one)
+        names.setdefault(training_group(one.row), []).append(one)
     missing: dict[str, int] = {}
     for name in left_out:
         missing[source[name]] = missing.get(source[name], 0) + 1
     groups = {
-        name: scores(members, missing.pop(name, 0) if not name.startswith("other:") else 0)
+        name: training_scores(members, missing.pop(name, 0) if not name.startswith("other:") else 0)
         for name, members in names.items()
     }
     main = [s for name, s in groups.items() if not name.startswith("other:")]
     for name, count in missing.items():  # sources of which no row could be priced
-        groups[name] = dataclasses.replace(scores([], count))
+        groups[name] = dataclasses.replace(training_scores([], count))
     return ValidationReport(
-        overall=average(main, len(left_out)),
+        overall=average_training_scores(main, len(left_out)),
         groups=groups,
         priced=tuple(priced),
         left_out=left_out,
@@ -158,12 +158,12 @@ def _told_apart(ids: Sequence[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def group_of(row: PublishedRow) -> str:
+def training_group(row: PublishedRow) -> str:
     """The group that a row is reported under."""
     return row.source if row.kind == MAINSTREAM else f"other: {row.kind}"
 
 
-def price(
+def price_training_rows(
     found: Sequence[PublishedRow],
     change: Callable[[RowBatch], Constants] | None = None,
 ) -> list[ValidatedRow]:
@@ -181,12 +181,12 @@ def _price(
     medians: Mapping[tuple[str, ...], float],
     change: Callable[[RowBatch], Constants] | None,
 ) -> list[ValidatedRow]:
-    together = batch(found)
+    together = row_batch(found)
     values = together.constants if change is None else change(together)
     times = together.times(values)
     held = peak_memory(together.model, together.layouts, together.seq_len, values)
     usable = np.array([row.cluster.node.gpu.usable for row in found])
-    enough = fits(held, usable)
+    enough = fits_memory(held, usable)
     result = []
     for i, row in enumerate(found):
         result.append(
@@ -201,7 +201,7 @@ def _price(
     return result
 
 
-def scores(members: Sequence[ValidatedRow], left_out: int = 0) -> ValidationScores:
+def training_scores(members: Sequence[ValidatedRow], left_out: int = 0) -> ValidationScores:
     """The figures of one group."""
     errors = [abs(p.error) for p in members if p.error is not None]
     held = [abs(p.memory_error) for p in members if p.memory_error is not None]
@@ -218,7 +218,7 @@ def scores(members: Sequence[ValidatedRow], left_out: int = 0) -> ValidationScor
     )
 
 
-def average(groups: Sequence[ValidationScores], left_out: int) -> ValidationScores:
+def average_training_scores(groups: Sequence[ValidationScores], left_out: int) -> ValidationScores:
     """Figures averaged over groups; counts are summed."""
     return csv_rows.mean_scores(ValidationScores, groups, left_out)
 
@@ -246,7 +246,7 @@ def ranking(members: Sequence[ValidatedRow]) -> tuple[list[float], list[float]]:
     return taus, regrets
 
 
-def write_rows(report: ValidationReport, path: str | Path) -> None:
+def write_training_predictions(report: ValidationReport, path: str | Path) -> None:
     """`id`, `predicted_iter_s`, `predicted_mem_gb` (in the unit and the way of counting of the
     row's source), `fits`, `resolved` (`micro_batch=2, sp=1`) and `left_out` of every row, in the
     table's order."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from hocket.planning import csv_rows
-from hocket.planning.serving_load import Constants, answers, groups
-from hocket.planning.serving_table import ServingTableRow, read, rows
+from hocket.planning.serving_load import Constants, answers, load_groups
+from hocket.planning.serving_table import ServingTableRow, read_serving_table, serving_rows
 
 FIELDS = ("tpot", "ttft", "throughput")
 
@@ -98,21 +98,21 @@ class ServingValidationReport:
         }
 
 
-def validate(path: str | Path) -> ServingValidationReport:
+def validate_serving(path: str | Path) -> ServingValidationReport:
     """Price every row of a table.
 
     Raises:
         OptionError: the file is missing or lacks columns that are needed.
     """
-    return report(read(path))
+    return serving_report(read_serving_table(path))
 
 
-def report(
+def serving_report(
     table: Sequence[Mapping[str, str]], change: Constants | None = None
 ) -> ServingValidationReport:
     """Price every row of a table that has been read."""
-    found, left_out = rows(table)
-    priced = price(found, change)
+    found, left_out = serving_rows(table)
+    priced = price_serving_rows(found, change)
     several: dict[str, set[str]] = {}
     for one in priced:
         if one.row.mainstream:
@@ -120,7 +120,7 @@ def report(
     names: dict[str, list[ValidatedServingRow]] = {}
     families: dict[str, list[ValidatedServingRow]] = {}
     for one in priced:
-        names.setdefault(group_of(one.row, several), []).append(one)
+        names.setdefault(serving_group(one.row, several), []).append(one)
         families.setdefault(one.row.gpu, []).append(one)
     source = {line["id"]: line["source"] for line in table}
     gpus = {line["id"]: line["gpu"] for line in table}
@@ -129,25 +129,27 @@ def report(
     for name in left_out:
         missing[source[name]] = missing.get(source[name], 0) + 1
         lost[gpus[name]] = lost.get(gpus[name], 0) + 1
-    figures = {name: scores(members) for name, members in names.items()}
+    figures = {name: serving_scores(members) for name, members in names.items()}
     main = [s for name, s in figures.items() if not name.startswith("other:")]
     for name, count in missing.items():
         key = name if name in figures else f"{name}: left out"
-        figures[key] = dataclasses.replace(figures.get(key, scores([])), rows_left_out=count)
+        figures[key] = dataclasses.replace(
+            figures.get(key, serving_scores([])), rows_left_out=count
+        )
     chosen = [p for p in priced if p.row.mainstream]
     return ServingValidationReport(
-        overall=scores(chosen, len(left_out)),
-        averaged=average(main, len(left_out)),
-        dense=scores([p for p in chosen if not p.row.experts]),
+        overall=serving_scores(chosen, len(left_out)),
+        averaged=average_serving_scores(main, len(left_out)),
+        dense=serving_scores([p for p in chosen if not p.row.experts]),
         groups=figures,
-        families={name: scores(members) for name, members in families.items()},
+        families={name: serving_scores(members) for name, members in families.items()},
         priced=tuple(priced),
         left_out=left_out,
         ids=tuple(line["id"] for line in table),
     )
 
 
-def group_of(row: ServingTableRow, several: Mapping[str, set[str]] | None = None) -> str:
+def serving_group(row: ServingTableRow, several: Mapping[str, set[str]] | None = None) -> str:
     """The group that a row is reported under."""
     if not row.mainstream:
         return f"other: {row.gpu}"
@@ -155,13 +157,13 @@ def group_of(row: ServingTableRow, several: Mapping[str, set[str]] | None = None
     return f"{row.source}: {row.engine}" if len(engines) > 1 else row.source
 
 
-def price(
+def price_serving_rows(
     found: Sequence[ServingTableRow], change: Constants | None = None
 ) -> list[ValidatedServingRow]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
     if not found:
         return []
-    answer = answers(groups(found), len(found), change)
+    answer = answers(load_groups(found), len(found), change)
     medians = {
         field: csv_rows.medians((row.key, getattr(row, field)) for row in found) for field in FIELDS
     }
@@ -182,7 +184,9 @@ def price(
     ]
 
 
-def scores(members: Sequence[ValidatedServingRow], left_out: int = 0) -> ServingValidationScores:
+def serving_scores(
+    members: Sequence[ValidatedServingRow], left_out: int = 0
+) -> ServingValidationScores:
     """The figures of one group."""
     values: dict[str, Any] = {}
     for field in FIELDS:
@@ -198,12 +202,14 @@ def scores(members: Sequence[ValidatedServingRow], left_out: int = 0) -> Serving
     )
 
 
-def average(groups: Sequence[ServingValidationScores], left_out: int) -> ServingValidationScores:
+def average_serving_scores(
+    groups: Sequence[ServingValidationScores], left_out: int
+) -> ServingValidationScores:
     """Errors averaged over groups; counts are summed."""
     return csv_rows.mean_scores(ServingValidationScores, groups, left_out)
 
 
-def write_rows(report: ServingValidationReport, path: str | Path) -> None:
+def write_serving_predictions(report: ServingValidationReport, path: str | Path) -> None:
     """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total`, `assumed`
     (`isl=220 (openorca), tp=2`) and `left_out` of every row, in the table's order."""
     known = {p.row.id: p for p in report.priced}

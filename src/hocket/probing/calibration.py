@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from hocket.probing.repeats import Reads, summary
+from hocket.probing.repeats import Reads, repeat_summary
 from hocket.spec.measured import Pulse
 
 CALLS = {"product": 6, "stream": 1, "dispatch": 600}
@@ -22,7 +22,7 @@ WARM = {"product": 2, "stream": 0, "dispatch": 60}
 """Before it. A copy of what no cache holds finds nothing warm."""
 
 
-def works(device: torch.device, stream: int) -> dict[str, Callable[[], object]]:
+def calibration_works(device: torch.device, stream: int) -> dict[str, Callable[[], object]]:
     """A product within the caches, a copy of `stream` bytes, which is beyond them, a small call."""
     x = torch.ones(4, 8, device=device)
     # Ones: zeros that nobody wrote are one page, however many there are.
@@ -50,7 +50,7 @@ class Calibrator:
         settle: Callable[[], None] = lambda: None,
         reads: Reads = time.thread_time,
     ) -> None:
-        self._works = works(device, stream)
+        self._works = calibration_works(device, stream)
         self._settle, self._reads = settle, reads
         self._samples: dict[str, list[float]] = {name: [] for name in self._works}
 
@@ -70,7 +70,7 @@ class Calibrator:
         """What the samples since the last call come to: one row a kind; none without a sample."""
         found = [
             Pulse(part=part, operation=name, seconds=taken.seconds, spread=taken.spread)
-            for name, taken in ((n, summary(s)) for n, s in self._samples.items() if s)
+            for name, taken in ((n, repeat_summary(s)) for n, s in self._samples.items() if s)
         ]
         for samples in self._samples.values():
             samples.clear()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hocket.probing.repeats import enough, rounded, summary
+from hocket.probing.repeats import enough, repeat_summary, rounded
 from hocket.runtime import collectives
 from hocket.runtime.mesh import Axis, make_groups
 from hocket.runtime.native.kernels import CpuKernels
@@ -150,8 +150,8 @@ class Room:
         for key, taken in samples.items():
             kept = sorted(taken)[: (len(taken) + 1) // 2]
             share = 0.5 if key[0] == "send" else 1.0
-            whole = summary([share * one.seconds for one in kept])
-            busy = share * summary([one.busy for one in kept]).seconds / communicating
+            whole = repeat_summary([share * one.seconds for one in kept])
+            busy = share * repeat_summary([one.busy for one in kept]).seconds / communicating
             found[key] = Talk(whole.seconds, whole.spread, rounded(busy))
         return found
 

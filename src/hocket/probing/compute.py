@@ -24,9 +24,16 @@ from torch import Tensor, nn
 
 from hocket.probing import serving
 from hocket.probing.calibration import Calibrator
-from hocket.probing.kernels import ProbedOperation, kernels
+from hocket.probing.kernels import ProbedOperation, kernel_cases
 from hocket.probing.layer import Layer
-from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
+from hocket.probing.repeats import (
+    Reads,
+    Taken,
+    enough,
+    interleaved_seconds,
+    repeat_summary,
+    rounded,
+)
 from hocket.probing.sizes import ProbeSizes
 from hocket.runtime.native.kernels import CpuKernels
 from hocket.spec.measured import (
@@ -97,7 +104,7 @@ class Compute:
         prepare: dict[Key, Callable[[], object]] | None = None,
     ) -> dict[Key, Taken]:
         seconds = self.sizes.seconds[key]
-        found = interleaved(
+        found = interleaved_seconds(
             cases,
             seconds=seconds,
             # Half precision without instructions for it, or a slow machine: then a case would
@@ -242,7 +249,7 @@ class Compute:
             for way, counted, taken in zip(
                 ("forward", "backward"), traffic[shape], ways, strict=True
             ):
-                whole = summary(taken)
+                whole = repeat_summary(taken)
                 found.append(
                     MeasuredStream(
                         operation=way,
@@ -279,7 +286,7 @@ class Compute:
                 self.settle()
                 samples.setdefault((name, "backward"), []).append((self.reads() - start) / CHAIN)
                 w.grad = None
-        found = {key: summary(taken).seconds for key, taken in samples.items()}
+        found = {key: repeat_summary(taken).seconds for key, taken in samples.items()}
         self.pulses += self._beat.told("dispatch")
         each = {"view": 2.0}
         return [
@@ -304,7 +311,7 @@ class Compute:
 
     def kernels(self) -> list[MeasuredKernel]:
         """Attention, norms, activations, the loss and the embedding, forward and backward."""
-        cases = kernels(self.sizes, self._tensor)
+        cases = kernel_cases(self.sizes, self._tensor)
         taken = self._both_ways("kernels", self.sizes.seconds["kernels"], cases)
         return [
             MeasuredKernel(
@@ -323,7 +330,7 @@ class Compute:
         native = CpuKernels.load() if self.device.type == "cpu" else None
         if native is None:
             return []
-        known = serving.cases(self.sizes, native)
+        known = serving.serving_probe_cases(self.sizes, native)
         with torch.inference_mode():
             found = self._interleaved("serving", {key: call for key, (call, _) in known.items()})
         return [
@@ -356,7 +363,7 @@ class Compute:
                     found.append(one)
             rounds += 1
         self.pulses += self._beat.told(part)
-        return {key: (summary(f), summary(b)) for key, (f, b) in samples.items()}
+        return {key: (repeat_summary(f), repeat_summary(b)) for key, (f, b) in samples.items()}
 
     def _there_and_back(self, case: ProbedOperation, calls: int) -> tuple[float, float]:
         """Seconds of one forward and one backward, of so many forwards and then, the last first,

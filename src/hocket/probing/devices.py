@@ -48,7 +48,7 @@ def pcie_rate(generation: int, width: int) -> float:
     return _LANE.get(generation, 0.0) * width
 
 
-def find(root: Path = Path("/")) -> FoundDevices:
+def find_devices(root: Path = Path("/")) -> FoundDevices:
     """The GPUs of this machine, through the library as it is installed.
 
     Never fails: a missing library, driver or GPU is said in `unknown`.
@@ -59,7 +59,7 @@ def find(root: Path = Path("/")) -> FoundDevices:
         if not any((root / "dev").glob("nvidia[0-9]*")):
             return FoundDevices()
         return FoundDevices(unknown=("GPUs: the package nvidia-ml-py is not installed",))
-    return read(pynvml, root)
+    return read_nvml(pynvml, root)
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -84,7 +84,7 @@ def compute_capability() -> tuple[int, int] | None:
             pynvml.nvmlShutdown()
 
 
-def visible() -> int:
+def visible_gpus() -> int:
     """GPUs that this process may use, by NVML and `CUDA_VISIBLE_DEVICES`; 0 where NVML reports
     none."""
     try:
@@ -109,7 +109,7 @@ def _visible(nvml: Any) -> list[str]:
     return [name.strip() for name in given.split(",") if name.strip()]
 
 
-def free_memory(count: int) -> int | None:
+def free_device_memory(count: int) -> int | None:
     """Bytes free on the fullest of the first `count` GPUs that this process may use; None where
     NVML does not report them."""
     try:
@@ -132,7 +132,7 @@ def free_memory(count: int) -> int | None:
         pynvml.nvmlShutdown()
 
 
-def read(nvml: Any, root: Path = Path("/")) -> FoundDevices:
+def read_nvml(nvml: Any, root: Path = Path("/")) -> FoundDevices:
     """What `nvml`, a module of NVML's functions, says of its GPUs.
 
     `root` is where /sys hangs, for the network cards and NUMA nodes.
@@ -241,7 +241,7 @@ class _Reader:
             numa=max(0, numa),
             numa_known=numa >= 0,
             bus=bus,
-            nics=network.nearest(self.root, bus, self.cards),
+            nics=network.nearest_cards(self.root, bus, self.cards),
         )
 
     def _pair(

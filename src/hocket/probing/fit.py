@@ -24,7 +24,7 @@ _PAYS = 0.6
 """A third line is taken if it brings the root mean square error below this share of before."""
 
 
-def lines(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[LatencyFit, ...]:
+def latency_fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[LatencyFit, ...]:
     """The fit of ascending sizes (bytes) and their seconds; at least two lines from four points."""
     assert len(sizes) == len(seconds) >= 1
     best = _with(sizes, seconds, 1)
@@ -38,15 +38,15 @@ def lines(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[LatencyFit, .
     return best[1]
 
 
-def errors(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+def fit_errors(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """Relative errors of fits at points that they were not given: of each but the first and the
     last, which would have to be told from one side. With fewer than five points, of the fit itself.
     """
     if len(sizes) < 5:
-        return _off(sizes, seconds, lines(sizes, seconds))
+        return _off(sizes, seconds, latency_fit(sizes, seconds))
     found = []
     for i in range(1, len(sizes) - 1):
-        fit = lines([*sizes[:i], *sizes[i + 1 :]], [*seconds[:i], *seconds[i + 1 :]])
+        fit = latency_fit([*sizes[:i], *sizes[i + 1 :]], [*seconds[:i], *seconds[i + 1 :]])
         found += _off(sizes[i : i + 1], seconds[i : i + 1], fit)
     return found
 

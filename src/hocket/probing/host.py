@@ -11,7 +11,7 @@ import platform
 import re
 from pathlib import Path
 
-from hocket.runtime.host_memory import control_groups, memory, text_of
+from hocket.runtime.host_memory import control_groups, file_text, host_memory
 from hocket.spec.measured import Host
 
 CLOCK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -28,10 +28,10 @@ def host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Host:
     limit = cgroup_limit(root)
     # Half a core's time is still one core: a process needs one to run at all.
     cores = len(mine) if not limit else max(1, min(len(mine), int(limit + 0.5)))
-    topology = {cpu: text_of(_cpu(root, cpu) / "topology/physical_package_id") for cpu in mine}
+    topology = {cpu: file_text(_cpu(root, cpu) / "topology/physical_package_id") for cpu in mine}
     nodes = [
         node for node in (root / "sys/devices/system/node").glob("node[0-9]*")
-        if mine & cpu_list(text_of(node / "cpulist"))
+        if mine & cpu_list(file_text(node / "cpulist"))
     ]  # fmt: skip
     first = min(mine)
     return Host(
@@ -41,8 +41,8 @@ def host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Host:
         sockets=len({package for package in topology.values() if package}),
         numa_nodes=len(nodes),
         limit=limit,
-        caches=tuple(cache_bytes(root, first, level) for level in (1, 2, 3)),
-        memory=memory(root),
+        caches=tuple(_cpu_cache_bytes(root, first, level) for level in (1, 2, 3)),
+        memory=host_memory(root),
     )
 
 
@@ -55,7 +55,7 @@ def usable() -> frozenset[int]:
 
 def cpu_name(root: Path = Path("/")) -> str:
     """`AMD EPYC 9R14`; the architecture where the kernel says no name."""
-    text = text_of(root / "proc/cpuinfo")
+    text = file_text(root / "proc/cpuinfo")
     found = re.search(r"^(?:model name|Model|cpu model|uarch)\s*:\s*(.+)$", text, re.MULTILINE)
     name = found[1] if found else platform.processor() or platform.machine() or "CPU"
     return re.sub(r"\s+", " ", re.sub(r"\((?:R|TM|r|tm)\)|\bCPU\b|@.*", " ", name)).strip()
@@ -65,23 +65,23 @@ def cgroup_limit(root: Path = Path("/")) -> float:
     """Cores' worth of time that the control groups of this process grant; 0 without a limit."""
     limits = []
     for folder in control_groups(root):
-        words = text_of(folder / "cpu.max").split()
+        words = file_text(folder / "cpu.max").split()
         if len(words) == 2 and words[0] != "max" and float(words[1]) > 0:
             limits.append(float(words[0]) / float(words[1]))
-        quota, period = (text_of(folder / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
+        quota, period = (file_text(folder / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
         if quota and period and float(quota) > 0 and float(period) > 0:
             limits.append(float(quota) / float(period))
     return min(limits, default=0.0)
 
 
-def cache_bytes(root: Path, cpu: int, level: int) -> int:
+def _cpu_cache_bytes(root: Path, cpu: int, level: int) -> int:
     """Bytes of the data cache of that level that a core reaches; 0 where there is none."""
     for index in sorted((_cpu(root, cpu) / "cache").glob("index[0-9]*")):
-        said = re.fullmatch(r"(\d+)([KMG]?)", text_of(index / "size"))
+        said = re.fullmatch(r"(\d+)([KMG]?)", file_text(index / "size"))
         if (
             said is not None
-            and text_of(index / "level") == str(level)
-            and text_of(index / "type") != "Instruction"
+            and file_text(index / "level") == str(level)
+            and file_text(index / "type") != "Instruction"
         ):
             return int(said[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[said[2]]
     return 0
@@ -99,12 +99,12 @@ def clock(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Clock:
     """That moment: two of them give the load between them. Time stolen by a hypervisor counts."""
     mine = cpus if cpus is not None else usable()
     busy = 0
-    for line in text_of(root / "proc/stat").splitlines():
+    for line in file_text(root / "proc/stat").splitlines():
         name, *values = line.split()
         if re.fullmatch(r"cpu\d+", name) and int(name[3:]) in mine:
             user, nice, system, _, _, irq, softirq, *rest = map(int, values)
             busy += user + nice + system + irq + softirq + (rest[0] if rest else 0)
-    uptime = text_of(root / "proc/uptime").split()
+    uptime = file_text(root / "proc/uptime").split()
     return Clock(busy / CLOCK, float(uptime[0]) if uptime else 0.0)
 
 

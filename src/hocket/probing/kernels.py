@@ -41,7 +41,9 @@ Make = Callable[[tuple[int, ...], str], Tensor]
 """A random tensor of a shape and a dtype."""
 
 
-def kernels(sizes: ProbeSizes, make: Make) -> dict[tuple[str, tuple[int, ...]], ProbedOperation]:
+def kernel_cases(
+    sizes: ProbeSizes, make: Make
+) -> dict[tuple[str, tuple[int, ...]], ProbedOperation]:
     """By name and shape; see `spec.measured.MeasuredKernel` for the shapes."""
     dtype = sizes.dtypes[0]
     found: dict[tuple[str, tuple[int, ...]], ProbedOperation] = {}

@@ -50,7 +50,7 @@ def numa_node(root: Path, address: str) -> int:
     return int(text) if re.fullmatch(r"\d+", text) else -1
 
 
-def nearest(root: Path, address: str, cards: tuple[Card, ...]) -> tuple[str, ...]:
+def nearest_cards(root: Path, address: str, cards: tuple[Card, ...]) -> tuple[str, ...]:
     """Names of the cards nearest to a PCI device: those that share most bridges with it; with none
     in common, those of its NUMA node."""
     if not address or not cards:

@@ -17,10 +17,10 @@ from hocket.probing import fit, host
 from hocket.probing.collective_bench import COLLECTIVES, Room
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
-from hocket.probing.sharing import sharing
-from hocket.probing.sizes import ProbeSizes, groups, sizes
+from hocket.probing.sharing import sharing_slowdowns
+from hocket.probing.sizes import ProbeSizes, group_sizes, probe_sizes
 from hocket.runtime.allocator import keep_freed_memory
-from hocket.runtime.device import claim, pick_backend, pick_device
+from hocket.runtime.device import claim_device, pick_backend, pick_device
 from hocket.spec.measured import Curve, DevicePair, to_rows
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     Raises:
         HocketError: no such device, or fewer than ranks.
     """
-    Probe(context, payload, sizes(context.device_kind, payload["quick"])).run()
+    Probe(context, payload, probe_sizes(context.device_kind, payload["quick"])).run()
 
 
 class Probe:
@@ -51,7 +51,7 @@ class Probe:
     def __init__(self, context: RankContext, payload: dict[str, Any], form: ProbeSizes) -> None:
         self.context, self.payload, self.sizes = context, payload, form
         self.device = pick_device(context.device_kind, context.local_rank)
-        for text in claim(self.device):
+        for text in claim_device(self.device):
             context.emit({"event": "lacking", "what": f"rank {context.rank}: {text}"})
         keep_freed_memory()
         backend = pick_backend("auto", self.device, max(2, context.world_size), True)
@@ -71,12 +71,14 @@ class Probe:
         if self.device.type == "cpu" and worlds:
             self._say("ranks that compute at once")
             cores, seconds = self.payload["cores"], self.sizes.seconds["sharing"]
-            self._tell("sharing", sharing(self.room, self.compute, worlds, cores, seconds))
+            self._tell(
+                "sharing", sharing_slowdowns(self.room, self.compute, worlds, cores, seconds)
+            )
             self._pulse("sharing")
         backends = self._backends()
         self._pairs(backends[0])
         self._pulse("pairs")
-        cases = [(b, w, g) for b in backends for w in worlds for g in groups(w)]
+        cases = [(b, w, g) for b in backends for w in worlds for g in group_sizes(w)]
         for backend, world, ranks in cases:
             least = self.sizes.rounds if backend == backends[0] else self.sizes.others
             seconds = self.sizes.seconds["collectives"] / len(cases)
@@ -93,7 +95,7 @@ class Probe:
             return ["nccl"]
         from hocket.runtime import shm
 
-        reason = shm.why_not(self.room.size)
+        reason = shm.why_not_shm(self.room.size)
         if reason is None:
             return ["shm", "gloo"]
         if self.alone:
@@ -179,8 +181,8 @@ class Probe:
         for operation, measured in sizes.items():
             points = [taken[operation, size] for size in measured]
             times = tuple(point.seconds for point in points)
-            lines = fit.lines(measured, times)
-            wrong = fit.errors(measured, times)
+            lines = fit.latency_fit(measured, times)
+            wrong = fit.fit_errors(measured, times)
             curves.append(
                 Curve(
                     backend=backend,

@@ -30,7 +30,7 @@ class Taken:
     spread: float
 
 
-def summary(samples: Sequence[float]) -> Taken:
+def repeat_summary(samples: Sequence[float]) -> Taken:
     """Median and spread of at least one sample."""
     assert samples
     middle = statistics.median(samples)
@@ -45,7 +45,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def interleaved(
+def interleaved_seconds(
     cases: Mapping[Key, Callable[[], object]],
     *,
     seconds: float,
@@ -83,7 +83,7 @@ def interleaved(
             if key in ahead:
                 ahead[key]()
             samples[key].append(_sample(cases[key], count, settle, reads))
-    return {key: summary(taken) for key, taken in samples.items()}
+    return {key: repeat_summary(taken) for key, taken in samples.items()}
 
 
 def enough(rounds: int, least: int, passed: float, seconds: float) -> bool:

@@ -32,7 +32,7 @@ Known = dict[tuple[str, tuple[int, ...]], tuple[Case, int]]
 """By name and shape (`spec.measured.MeasuredKernel`): what to call, how many kernels it runs."""
 
 
-def cases(sizes: ProbeSizes, kernels: CpuKernels) -> Known:
+def serving_probe_cases(sizes: ProbeSizes, kernels: CpuKernels) -> Known:
     """Everything that is measured, in fp32; `half` by weights in bf16."""
     weights = [count * inputs * (outputs + APART) for outputs, inputs, count in sizes.matrices]
     weights += [-(-count * inputs * outputs // 2) for outputs, inputs, count in sizes.halves]

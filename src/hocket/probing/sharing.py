@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.probing.calibration import works
+from hocket.probing.calibration import calibration_works
 from hocket.probing.collective_bench import Room
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
@@ -40,11 +40,14 @@ TOKENS, WIDTH, INNER, LAYERS = 512, 128, 384, 4
 """Of the step: 20 ms of processor, 15 MB that a forward keeps."""
 
 
-def sharing(
+def sharing_slowdowns(
     room: Room, compute: Compute, counts: list[int], cores: int, seconds: float
 ) -> list[Sharing]:
     """The slowdown of each number of ranks on so many cores. Called by all ranks alike."""
-    calls = {**works(compute.device, compute.sizes.streams[-1]), "step": _step(compute.device)}
+    calls = {
+        **calibration_works(compute.device, compute.sizes.streams[-1]),
+        "step": _step(compute.device),
+    }
     weights = {name: HEAVY if name == "step" else 1 for name in TURNS}
     samples = sum(weights[name] * turns for name, turns in TURNS.items()) * (1 + len(counts))
     slower: dict[tuple[str, int], list[float]] = {}

@@ -153,7 +153,7 @@ CUDA_FULL = dataclasses.replace(
 )
 
 
-def sizes(kind: str, quick: bool) -> ProbeSizes:
+def probe_sizes(kind: str, quick: bool) -> ProbeSizes:
     """The form for `cpu` or `cuda`."""
     if kind == "cuda":
         return CUDA_QUICK if quick else CUDA_FULL
@@ -172,7 +172,7 @@ def worlds(kind: str, devices: int, quick: bool) -> tuple[int, ...]:
     return tuple(sorted({2, 4, *(n for n in _powers(most) if n > 1)}))
 
 
-def groups(world: int) -> tuple[int, ...]:
+def group_sizes(world: int) -> tuple[int, ...]:
     """Sizes of the groups that a world is cut into: pairs, fours, and all of it."""
     return tuple(sorted({n for n in (2, 4, world) if n <= world and world % n == 0}))
 

@@ -30,11 +30,11 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
 
 def _skeleton(spec: RunSpec) -> Any:
-    from hocket.models.skeleton import build
-    from hocket.models.source import of_run
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import run_source
 
-    source = of_run(spec)
-    return build(source.config, attention="sdpa", code=source.code)
+    source = run_source(spec)
+    return build_skeleton(source.config, attention="sdpa", code=source.code)
 
 
 def _require(spec: RunSpec, schedule: Schedule, rank: int) -> None:

@@ -31,7 +31,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.training.build import read_schedule
 
     schedule = read_schedule(folder.schedule_file)
-    context.emit({"event": "theory", "ranks": rows(folder.load(), schedule.stage_ranks)})
+    context.emit({"event": "theory", "ranks": expected_rows(folder.load(), schedule.stage_ranks)})
 
 
 def _heads(spec: RunSpec, source: ModelSource) -> AttentionHeads | None:
@@ -55,7 +55,7 @@ def _heads(spec: RunSpec, source: ModelSource) -> AttentionHeads | None:
     )
 
 
-def rows(
+def expected_rows(
     spec: RunSpec, stage_ranks: tuple[int, ...], ranks: Iterable[int] | None = None
 ) -> list[list[Row]]:
     """The expected rows of ranks, from the plan of the model and nothing that ran.
@@ -68,11 +68,11 @@ def rows(
     from hocket.cost.communication import Step, communication
     from hocket.cost.stage_communication import StageShare
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build as build_skeleton
-    from hocket.models.source import of_run
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import run_source
     from hocket.runtime.expert_parallel import apply_expert_parallel
     from hocket.runtime.fp8 import MULTIPLE
-    from hocket.runtime.lora import placed
+    from hocket.runtime.lora import adapter_placements
     from hocket.runtime.mesh import Axis
     from hocket.runtime.pipeline.cut import cut, cut_costs
     from hocket.runtime.record import Recorder
@@ -82,7 +82,7 @@ def rows(
 
     layout, workload = spec.layout, spec.workload
     dtype = dtype_of(workload.dtype)
-    source = of_run(spec)
+    source = run_source(spec)
     skeleton = build_skeleton(
         source.config,
         attention=spec.options.attention,
@@ -148,7 +148,9 @@ def rows(
         for name, transposed in names:
             assert lora is not None
             weight = placements[f"{name}.weight"]
-            products[name] = placed(f"{name}.", weight, transposed=transposed, rank=lora.rank)
+            products[name] = adapter_placements(
+                f"{name}.", weight, transposed=transposed, rank=lora.rank
+            )
         if lora is not None:
             placements = _with_products(placements, products)
         fp8 = [

@@ -16,14 +16,14 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     Payload: `spec` (a RunSpec's JSON), `prompts` (token ids), `sampling` (a SamplingParams's
     fields).
     """
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.serving.padded import Engine
     from hocket.serving.request import SamplingParams
     from hocket.training.build import build_model, join_world
 
     spec = RunSpec.from_json(payload["spec"])
     sampling = SamplingParams.from_json(payload["sampling"])
-    schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
+    schedule = build_schedule(spec.layout, 1) if spec.layout.num_stages > 1 else None
     mesh = join_world(spec, context)
     source, skeleton, _, parallel = build_model(spec, mesh, schedule)
     engine = Engine(

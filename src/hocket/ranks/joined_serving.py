@@ -22,7 +22,7 @@ STARTUP = 1800.0
 """Seconds in which rank 0 must have checked everything and published it."""
 
 
-def rank(context: RankContext, payload: dict[str, Any]) -> None:
+def joined_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """Entry of every rank: of rank 0 with what the front writes to it, of the others with what
     rank 0 publishes."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hocket.launch import RankContext
 
 
-def measure(context: RankContext, payload: dict[str, Any]) -> None:
+def measure_links(context: RankContext, payload: dict[str, Any]) -> None:
     """In each rank: emit the rate of products like a layer's, operations/s.
 
     The ninth decile of single products, so that what else runs on the machine does not count.

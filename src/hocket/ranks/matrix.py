@@ -47,7 +47,7 @@ MOST_FAILURES = 2
 """Lines of a report that a cell repeats."""
 
 
-def spec_of(
+def _case_spec(
     kind: str, config: dict[str, Any], layout: Layout, folder: Path, dtype: str = "fp32"
 ) -> RunSpec:
     """One case as a job, from the weights in its folder if there are any, else a draw of them."""
@@ -73,14 +73,14 @@ def _write_references(kind: str, config: dict[str, Any], where: Path, dtype: str
 
     for count in ROUTER_COUNTS if config.get(SWITCH) else (1,):
         layout = Layout(microbatches=count)
-        spec = spec_of(kind, config, layout, where, dtype)
+        spec = _case_spec(kind, config, layout, where, dtype)
         write_reference(spec, reference_folder(where, layout, config), STEPS)
 
 
 # --- one process -----------------------------------------------------------------------------
 
 
-def prepare(context: RankContext, payload: dict[str, Any]) -> None:
+def prepare_cases(context: RankContext, payload: dict[str, Any]) -> None:
     """Make each type small, try it in stages, and write its reference.
 
     Payload: `folder`, and `types`: for each [name, configuration as its source gave it, switches].
@@ -102,13 +102,13 @@ def _prepare(
 ) -> dict[str, Any]:
     from hocket.models.plans import plan_for
     from hocket.models.proxy import switched_proxy
-    from hocket.models.skeleton import build
+    from hocket.models.skeleton import build_skeleton
     from hocket.ranks.proxy.loss import try_loss
     from hocket.ranks.proxy.trial import try_stages
 
     try:
         proxy, taken = switched_proxy(values, switches)
-        model = build(proxy.config)
+        model = build_skeleton(proxy.config)
         plan = plan_for(model, sequence=True)
         config = json.loads(json.dumps(proxy.config.to_dict(), default=str))
         loss, _ = try_loss(proxy.config, "sdpa")
@@ -191,10 +191,12 @@ def _uninitialised(model: nn.Module) -> bool:
 
 
 def _save(model: nn.Module, folder: Path) -> None:
-    from hocket.training.reference import write
+    from hocket.training.reference import save_reference
 
     folder.mkdir()
-    write(folder / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()})
+    save_reference(
+        folder / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()}
+    )
 
 
 def tidy(folder: Path, kinds: list[str]) -> None:
@@ -206,7 +208,7 @@ def tidy(folder: Path, kinds: list[str]) -> None:
 # --- a layout --------------------------------------------------------------------------------
 
 
-def compare(context: RankContext, payload: dict[str, Any]) -> None:
+def compare_cases(context: RankContext, payload: dict[str, Any]) -> None:
     """Run cases one after the other in this world.
 
     Payload: `folder`, `dtype`, and `cases`: for each [number, type, configuration, layout]. Rank 0
@@ -221,7 +223,7 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
         context.emit({"event": "begin", "what": number})
         begun = time.perf_counter()
         layout = Layout.parse(text)
-        spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind, payload["dtype"])
+        spec = _case_spec(kind, config, layout, Path(payload["folder"]) / kind, payload["dtype"])
         if not meshes:
             meshes[_shape(layout)] = join_world(spec, context)
         try:
@@ -243,7 +245,7 @@ def _compare(
     import math
 
     from hocket.runtime.mesh import Mesh
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.spec.plan import ParallelPlan
     from hocket.training.build import build_model, build_optimizer
     from hocket.training.check import compare_layout
@@ -253,7 +255,7 @@ def _compare(
         first = next(iter(meshes.values()))
         meshes[shape] = Mesh(spec.layout, context.rank, first.device)
     plan = ParallelPlan.from_json((folder / "plan.json").read_text())
-    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
     *_, parallel = build_model(spec, meshes[shape], schedule, plan, labels_shifted=False)
     optimizer = build_optimizer(parallel, spec.options)
     reference = reference_folder(folder, spec.layout, dict(spec.config))

@@ -25,13 +25,13 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     the fewest ranks first).
     """
     from hocket.spec.schedule import Schedule
-    from hocket.training.memory_forecast import forecast
+    from hocket.training.memory_forecast import forecast_memory
 
     spec, schedule = RunSpec.from_json(payload["spec"]), Schedule.parse(payload["schedule"])
     may = Allowed(**payload["allowed"])
     event = "memory forecast"
     try:
-        rows = [m.to_json() for m in forecast(spec, schedule)]
+        rows = [m.to_json() for m in forecast_memory(spec, schedule)]
     except HocketError:
         raise
     except Exception as error:  # fake tensors do not know every operation of every family
@@ -67,9 +67,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
 
 def _totals(spec: RunSpec, layout: Layout) -> list[int]:
-    from hocket.schedules.registry import build
-    from hocket.training.memory_forecast import forecast
+    from hocket.schedules.registry import build_schedule
+    from hocket.training.memory_forecast import forecast_memory
 
-    schedule = build(layout, layout.microbatches or 1)
+    schedule = build_schedule(layout, layout.microbatches or 1)
     other = dataclasses.replace(spec, layout=layout)
-    return [memory.total for memory in forecast(other, schedule)]
+    return [memory.total for memory in forecast_memory(other, schedule)]

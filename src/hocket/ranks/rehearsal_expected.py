@@ -49,9 +49,9 @@ def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
 
 
 def _collectives(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[Any]:
-    from hocket.ranks.expected_communication import rows
+    from hocket.ranks.expected_communication import expected_rows
 
-    return rows(spec, schedule.stage_ranks, ranks)
+    return expected_rows(spec, schedule.stage_ranks, ranks)
 
 
 def expected_serving(spec: str) -> dict[str, Any]:
@@ -123,13 +123,13 @@ def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
     Args:
         spec: a RunSpec as JSON; its own layout is not looked at.
     """
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
 
     job = RunSpec.from_json(spec)
     for text in layouts:
         layout = Layout.parse(text)
         try:
-            board = build(layout, layout.microbatches or 1)
+            board = build_schedule(layout, layout.microbatches or 1)
             rows = _memory(dataclasses.replace(job, layout=layout), board, [])
         except HocketError:
             continue

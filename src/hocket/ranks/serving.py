@@ -166,7 +166,7 @@ def build_part(
         ModelError: the cache holds less than one request may need, or the model's layers cannot
             be served from a paged cache.
     """
-    from hocket.schedules.registry import build
+    from hocket.schedules.registry import build_schedule
     from hocket.serving.engine import attention
     from hocket.serving.engine.device_sampler import DeviceSampler
     from hocket.serving.engine.part import StagePart
@@ -186,7 +186,7 @@ def build_part(
     assert longest is not None
     assert rows is not None
     assert tokens is not None
-    schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
+    schedule = build_schedule(spec.layout, 1) if spec.layout.num_stages > 1 else None
     paged = dataclasses.replace(spec.options, attention=attention.NAME)
     spec = dataclasses.replace(spec, options=paged)
     _, skeleton, _, parallel = build_model(spec, mesh, schedule)
@@ -280,11 +280,11 @@ def has_states(runner: StageRunner) -> bool:
 def _structures(spec: RunSpec, words: dict[str, Any], vocab_size: int) -> Structures | None:
     """What compiles structures; None where their library is not installed."""
     from hocket.serving.engine.structure import Structures
-    from hocket.training.tokenizer import resolve
+    from hocket.training.tokenizer import resolve_tokenizer
 
     def load() -> Tokenizer:
         options = spec.options
-        return resolve(
+        return resolve_tokenizer(
             options.tokenizer,
             model_dir=words["directory"],
             trust_remote_code=options.trust_remote_code,
@@ -305,7 +305,7 @@ def agreed_blocks(options: ServeOptions, runner: StageRunner, most: int) -> int:
     import torch
 
     from hocket.runtime.collectives import all_reduce
-    from hocket.serving.engine.memory import cache_bytes, require_room
+    from hocket.serving.engine.memory import affordable_cache_bytes, require_room
 
     mesh, each, states = runner.mesh, runner.bytes_per_block, runner.state_bytes
     if options.num_blocks is not None:
@@ -315,7 +315,7 @@ def agreed_blocks(options: ServeOptions, runner: StageRunner, most: int) -> int:
         _require_states(runner, room)
         count = (room - states) // each if each else most
     else:
-        room = cache_bytes(runner, mesh.world_size)
+        room = affordable_cache_bytes(runner, mesh.world_size)
         _require_states(runner, room)
         count = min(most, (room - states) // each if each else most)
     if runner.device.type == "cpu":  # before any rank has taken its own: they agree below

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError
-from hocket.spec.served_check import COMPARISONS, ServedCheck, ServedComparison, limit
+from hocket.spec.served_check import COMPARISONS, ServedCheck, ServedComparison, equal_limit
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,7 +38,7 @@ OFFSET = 0.3
 # --- random weights --------------------------------------------------------------------------
 
 
-def prepare(context: RankContext, payload: dict[str, Any]) -> None:
+def prepare_model(context: RankContext, payload: dict[str, Any]) -> None:
     """Write a model with random weights.
 
     Payload: `folder` to write to, `config`, `code` (a directory or None), `proxy`: shrink the
@@ -61,7 +61,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from hocket.models import skeleton
-    from hocket.models.plain import save
+    from hocket.models.plain import save_plain
     from hocket.models.proxy import switched_proxy
     from hocket.serving.engine.refusal import longest_sequence
 
@@ -73,7 +73,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
         proxy, switches = switched_proxy(payload["config"], payload.get("switches") or {})
         config, model = proxy.config, proxy.build(seed=payload["seed"])
     else:
-        model = skeleton.build(config, device="cpu", dropout=0.0, code=code).eval()
+        model = skeleton.build_skeleton(config, device="cpu", dropout=0.0, code=code).eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(payload["seed"])
             for parameter in model.parameters():
@@ -82,7 +82,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
             model.tie_weights()
     spread(model, payload["seed"])
     folder = Path(payload["folder"])
-    save(model, folder)
+    save_plain(model, folder)
     if code is not None:
         for file in code.glob("*.py"):
             shutil.copy(file, folder / file.name)
@@ -132,7 +132,7 @@ def spread(model: nn.Module, seed: int) -> None:
 # --- the comparison --------------------------------------------------------------------------
 
 
-def compare(context: RankContext, payload: dict[str, Any]) -> None:
+def compare_answers(context: RankContext, payload: dict[str, Any]) -> None:
     """Compare answers with plain transformers.
 
     Payload: `folder` of the model, `trust_remote_code`, `answers`: a file of {layout: a list of
@@ -201,7 +201,7 @@ class _Reference:
         made: dict[tuple[int, ...], list[int] | str],
         rounding: float = 0.0,
     ) -> ServedCheck:
-        rows = {name: _Row(name, limit(self.scale, rounding)) for name in COMPARISONS}
+        rows = {name: _Row(name, equal_limit(self.scale, rounding)) for name in COMPARISONS}
         for answer in answers:
             whole = self.logprobs((*answer["prompt"], *answer["tokens"]))
             _answer(rows, answer, whole)

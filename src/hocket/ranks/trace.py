@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 def shape_here(spec: RunSpec) -> ModelShape:
     """The model's shape as it is trained, traced in this process. Raises ModelError."""
-    from hocket.cost.adapters import of_run
+    from hocket.cost.adapters import adapted_shape
     from hocket.models.shape_cache import traced_size
 
     known = _kept(spec, None)
     if known.uneven:
         known = _kept(spec, traced_size(spec))
-    return of_run(known, spec)
+    return adapted_shape(known, spec)
 
 
 def _kept(spec: RunSpec, size: tuple[int, int] | None) -> ModelShape:
     """The shape of a model that is traced at `size`, or as it was kept."""
-    from hocket.models.shape_cache import cache_file, read, write
+    from hocket.models.shape_cache import read_shape, shape_file, write_shape
     from hocket.models.trace import trace
 
-    file = cache_file(spec, size)
-    known = read(file)
+    file = shape_file(spec, size)
+    known = read_shape(file)
     if known is None:
         known = trace(
             spec.config,
@@ -40,7 +40,7 @@ def _kept(spec: RunSpec, size: tuple[int, int] | None) -> ModelShape:
             frozen=spec.options.lora_rank is not None,
             size=size,
         )
-        write(file, known)
+        write_shape(file, known)
     return known
 
 

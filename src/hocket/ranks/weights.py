@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
     """The process's side of `require`."""
-    from hocket.models.skeleton import build
-    from hocket.models.source import of_run
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import run_source
     from hocket.models.weight_files import WeightFiles
     from hocket.spec.run import RunFolder
 
     spec = RunFolder(payload["run"]).load(trust_remote_code=payload["trust_remote_code"])
-    source = of_run(spec)
+    source = run_source(spec)
     assert source.weights is not None
-    WeightFiles(source.weights, build(source.config, attention="sdpa", code=source.code))
+    WeightFiles(source.weights, build_skeleton(source.config, attention="sdpa", code=source.code))

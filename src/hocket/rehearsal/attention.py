@@ -85,12 +85,12 @@ class AttentionCounter:
             query, key, value, scores, mask, _ = given
             fused = mask is None and context_attention._kernel(query, key, value, scores)
             self.chosen["flash" if fused else "tiles"] += 1
-            return context_attention.attend(*given)
+            return context_attention.attend_part(*given)
 
         functional.scaled_dot_product_attention = attend
         try:
             with (
-                mock.patch.object(ring, "attend", part),
+                mock.patch.object(ring, "attend_part", part),
                 mock.patch.object(attention, "_varlen", varlen),
                 mock.patch.object(attention, "_flex", self._flex),
             ):

@@ -1,8 +1,8 @@
 """Fake CUDA device: forward and backward on fake CUDA tensors, without a GPU or its driver.
 
-`load` compiles `fake_cuda.cpp` once per torch version and loads it before torch is imported;
-`FakeGpu` answers what is asked of `torch.cuda` as a named GPU of the catalogue would. Works on CPU
-builds and on CUDA builds of torch; GPUs that are present are neither used nor seen.
+`load_fake_device` compiles `fake_cuda.cpp` once per torch version and loads it before torch is
+imported; `FakeGpu` answers what is asked of `torch.cuda` as a named GPU of the catalogue would.
+Works on CPU builds and on CUDA builds of torch; GPUs that are present are neither used nor seen.
 
     $XDG_CACHE_HOME/hocket/rehearsal/HASH.so, else ~/.cache/hocket/rehearsal/HASH.so
 """
@@ -39,7 +39,7 @@ _SECONDS = 120.0
 _LOADED: list[ctypes.CDLL] = []
 
 
-def load() -> None:
+def load_fake_device() -> None:
     """Compile the fake device if that was never done, and load it. Call before torch is imported.
 
     Raises:
@@ -50,7 +50,7 @@ def load() -> None:
     assert "torch" not in sys.modules, "torch asks for its CUDA hooks once, when it is imported"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is present is not touched
     torch_folder = _torch_folder()
-    path = compiled(torch_folder)
+    path = compiled_device(torch_folder)
     # torch's own first: it loads its dependencies (on CUDA builds NVIDIA's libraries) by path.
     dependencies = torch_folder / "lib" / "libtorch_global_deps.so"
     if dependencies.exists():
@@ -68,8 +68,9 @@ def _torch_folder() -> Path:
     return Path(found.submodule_search_locations[0])
 
 
-def compiled(torch_folder: Path) -> Path:
-    """The compiled fake device for a torch installation. Raises OptionError as `load`."""
+def compiled_device(torch_folder: Path) -> Path:
+    """The compiled fake device for a torch installation. Raises OptionError as
+    `load_fake_device`."""
     version = (torch_folder / "version.py").read_bytes()
     compiler = shlex.split(os.environ.get("CXX") or "")
     compiler = compiler or [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]

@@ -27,7 +27,7 @@ from hocket.rehearsal.attention import AttentionCounter
 from hocket.rehearsal.device import FakeGpu
 from hocket.rehearsal.launches import Launches, StepObserver
 from hocket.rehearsal.memory import LiveMemory
-from hocket.rehearsal.process_group import Group, RehearsedWorld, joined
+from hocket.rehearsal.process_group import Group, RehearsedWorld, rehearsed_world
 from hocket.rehearsal.shape_cache import ShapeCache
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.record import Recorder
@@ -115,7 +115,7 @@ def executing(device: RehearsedDevice, rank: int, world_size: int) -> Iterator[E
         stack.callback(memory.close)
         stack.enter_context(gpu.installed())
         stack.enter_context(_real_branches())
-        world = stack.enter_context(joined(rank, world_size, memory.communicated))
+        world = stack.enter_context(rehearsed_world(rank, world_size, memory.communicated))
         yield Execution(world, memory, launches, gpu)
 
 

@@ -260,7 +260,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
 
 @contextmanager
-def joined(rank: int, size: int, watch: Watch | None = None) -> Iterator[RehearsedWorld]:
+def rehearsed_world(rank: int, size: int, watch: Watch | None = None) -> Iterator[RehearsedWorld]:
     """Within, this process is `rank` of a world of `size`, whose backend is taken for NCCL.
 
     Args:

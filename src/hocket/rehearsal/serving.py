@@ -24,17 +24,17 @@ from typing import Any
 import torch
 
 from hocket.models.plans import plan_for
-from hocket.models.skeleton import build as build_skeleton
-from hocket.models.source import of_run
+from hocket.models.skeleton import build_skeleton
+from hocket.models.source import run_source
 from hocket.rehearsal.device import NUM_DEVICES
 from hocket.rehearsal.execution import Actions, Execution, allocate, executing
 from hocket.rehearsal.launches import Launches
 from hocket.rehearsal.process_group import RehearsedWorld
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
-from hocket.schedules.registry import build as build_schedule
+from hocket.schedules.registry import build_schedule
 from hocket.serving.engine import attention
-from hocket.serving.engine.attention_kernels import Accelerator, Choice, choose
+from hocket.serving.engine.attention_kernels import Accelerator, Choice, choose_kernels
 from hocket.serving.engine.device_sampler import DeviceSampler
 from hocket.serving.engine.memory import CUDA_SHARE
 from hocket.serving.engine.part import StagePart
@@ -84,7 +84,7 @@ class ServingRehearsal:
     def __init__(self, spec: RunSpec, device: RehearsedDevice, modules: frozenset[str]) -> None:
         self.spec, self.device = spec, device
         self.accelerator = Accelerator(device.capability, modules | {"triton"})
-        source = of_run(spec)
+        source = run_source(spec)
         self.skeleton = build_skeleton(
             source.config,
             attention=attention.NAME,
@@ -117,7 +117,7 @@ class ServingRehearsal:
         return {"rank": found.to_json(), "serving": said}
 
     def _chosen(self, kinds: Any, block_size: int | None) -> Choice:
-        return choose(kinds, self.accelerator, block_size)
+        return choose_kernels(kinds, self.accelerator, block_size)
 
     def _execute(self, found: RankRehearsal, execution: Execution) -> dict[str, Any]:
         world, memory, launches = execution.world, execution.memory, execution.launches
@@ -338,7 +338,9 @@ class _Capture:
 _kept: dict[str, ServingRehearsal] = {}
 
 
-def rehearse(spec: str, device: dict[str, Any], rank: int, modules: list[str]) -> dict[str, Any]:
+def rehearse_server_rank(
+    spec: str, device: dict[str, Any], rank: int, modules: list[str]
+) -> dict[str, Any]:
     """A worker's task: execute one rank of a replica (`ServingRehearsal.rank`)."""
     key = repr((spec, device, modules))
     if key not in _kept:

@@ -21,8 +21,8 @@ from hocket.models.attention import choose_kernels_on_cuda
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
 from hocket.models.rows import Documents, note_documents, one_sequence_each, packed_rows
-from hocket.models.skeleton import build as build_skeleton
-from hocket.models.source import of_run
+from hocket.models.skeleton import build_skeleton
+from hocket.models.source import run_source
 from hocket.rehearsal.device import NUM_DEVICES
 from hocket.rehearsal.execution import Actions, Execution, allocate, executing
 from hocket.rehearsal.memory import LiveMemory
@@ -42,7 +42,7 @@ from hocket.training.build import (
     group_experts,
     keep_gradients,
     lora_of,
-    offload,
+    offloaded_to_host,
     over_context_ranks,
 )
 from hocket.training.optimizer import Optimizer
@@ -67,7 +67,7 @@ class Rehearsal:
     def __init__(self, spec: RunSpec, schedule: Schedule | None, device: RehearsedDevice) -> None:
         self.spec, self.schedule, self.device = spec, schedule, device
         options, layout = spec.options, spec.layout
-        source = of_run(spec)
+        source = run_source(spec)
         self.skeleton = build_skeleton(
             source.config,
             attention=options.attention,
@@ -170,7 +170,7 @@ class Rehearsal:
                 multiply_in_fp8(stage.module, self.plan.stages)
         parallel.finish()
         if self.spec.layout.offloads("activations"):
-            offload(parallel)
+            offloaded_to_host(parallel)
         parallel.train()
         optimizer = build_optimizer(parallel, self.spec.options)
         optimizer.state_tensors()

@@ -28,7 +28,7 @@ def main() -> int:
         out.flush()
 
     try:
-        device.load()
+        device.load_fake_device()
     except HocketError as error:
         sys.stdin.readline()
         say({"error": error.message, "hint": error.hint, "kind": type(error).__name__})

@@ -77,7 +77,7 @@ def _value(name: str, value: Value) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
-def summary(card: ReportCard) -> str:
+def card_counts(card: ReportCard) -> str:
     """The counts, and whether a GPU executed the checks."""
     counts = card.counts
     text = (
@@ -95,7 +95,7 @@ def summary(card: ReportCard) -> str:
     )
 
 
-def text(card: ReportCard) -> str:
+def card_text(card: ReportCard) -> str:
     """The whole card."""
     width = max((len(line.id) for line in card.lines), default=0)
     found: list[str] = []
@@ -105,4 +105,4 @@ def text(card: ReportCard) -> str:
             found += ["", group]
         for line in lines:
             found += line_text(line, width)
-    return "\n".join([*found, "", summary(card)]).lstrip("\n")
+    return "\n".join([*found, "", card_counts(card)]).lstrip("\n")

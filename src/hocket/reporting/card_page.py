@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import resources
 from string import Template
 
-from hocket.reporting.card import formatted, summary
+from hocket.reporting.card import card_counts, formatted
 from hocket.spec.doctor import CANNOT, FAIL, GROUPS, PASS, CardLine, ReportCard
 from hocket.spec.units import format_bytes
 
@@ -30,7 +30,7 @@ _TITLES = {
 }
 
 
-def page(card: ReportCard) -> str:
+def card_html(card: ReportCard) -> str:
     """The whole page."""
     assets = resources.files("hocket.reporting") / "assets"
     style = "".join((assets / n).read_text(encoding="utf-8") for n in ("page.css", "card.css"))
@@ -59,7 +59,7 @@ def page(card: ReportCard) -> str:
         contents="".join(f'<a href="#{g}">{_TITLES[g]}</a>' for g in groups),
         sections="".join(_section(g, [x for x in card.lines if x.group == g]) for g in groups),
         about=_about(card),
-        summary=_text(summary(card)).replace("\n", "<br>"),
+        summary=_text(card_counts(card)).replace("\n", "<br>"),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.reporting.decomposition import PARTS
-from hocket.reporting.payload import parts_of, verdict
+from hocket.reporting.payload import run_parts, run_verdict
 from hocket.reporting.record import RunRecord
 from hocket.spec.errors import OptionError
 from hocket.spec.forecast import KINDS
@@ -44,7 +44,9 @@ def category(kind: str) -> str:
     return "receive" if kind in (*RECEIVES, "receive") else "collective"
 
 
-def save(records: Sequence[RunRecord], own_bubbles: Sequence[float | None], path: Path) -> None:
+def save_run_figure(
+    records: Sequence[RunRecord], own_bubbles: Sequence[float | None], path: Path
+) -> None:
     """Draw one or two runs into a picture; its form follows the name's ending.
 
     Raises:
@@ -117,8 +119,8 @@ def _parts(ax: Axes, records: Sequence[RunRecord], own_bubbles: Sequence[float |
     rows = []
     said = ""
     for record, own in zip(records, own_bubbles, strict=True):
-        parts = parts_of(record, own)
-        said = said or verdict(parts)
+        parts = run_parts(record, own)
+        said = said or run_verdict(parts)
         for found, name in ((parts.predicted, "predicted"), (parts.measured, "measured")):
             if found is not None:
                 rows.append((name if len(records) == 1 else f"{record.name} {name}", found.mean))

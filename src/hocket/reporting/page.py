@@ -19,7 +19,7 @@ from typing import Any
 SCRIPTS = ("elements.js", "charts.js", "timeline.js", "mesh.js", "sections.js")
 
 
-def page(runs: Sequence[dict[str, Any]], *, version: str, made: str, text: str) -> str:
+def run_html(runs: Sequence[dict[str, Any]], *, version: str, made: str, text: str) -> str:
     """The whole page.
 
     Args:

@@ -48,7 +48,7 @@ class Parts:
     predicted: Decomposition | None
 
 
-def parts_of(record: RunRecord, own_bubble: float | None) -> Parts:
+def run_parts(record: RunRecord, own_bubble: float | None) -> Parts:
     """Decompose both timelines of a run by the same rules."""
     layout = record.layout
     return Parts(
@@ -61,14 +61,14 @@ def parts_of(record: RunRecord, own_bubble: float | None) -> Parts:
     )
 
 
-def payload(record: RunRecord, own_bubble: float | None = None) -> dict[str, Any]:
+def run_payload(record: RunRecord, own_bubble: float | None = None) -> dict[str, Any]:
     """One run as plain JSON values.
 
     Args:
         record: what its folder holds.
         own_bubble: idle share of its schedule where all stages are equal; None if unknown.
     """
-    parts = parts_of(record, own_bubble)
+    parts = run_parts(record, own_bubble)
     return clean(
         {
             "name": record.name,
@@ -76,8 +76,8 @@ def payload(record: RunRecord, own_bubble: float | None = None) -> dict[str, Any
             "layout": str(record.layout) if record.layout else "",
             "words": in_words(record.layout) if record.layout else "",
             "state": _state(record),
-            "figures": figures(record),
-            "verdict": verdict(parts),
+            "figures": run_figures(record),
+            "verdict": run_verdict(parts),
             "timelines": {
                 which: _timeline(timeline)
                 for which, timeline in (
@@ -139,7 +139,7 @@ def in_words(layout: Layout) -> str:
     return f"{layout.world_size} ranks: " + ", ".join(words)
 
 
-def verdict(parts: Parts) -> str:
+def run_verdict(parts: Parts) -> str:
     """One sentence: how far the prediction was off, and which part the difference lies in."""
     measured, predicted = parts.measured, parts.predicted
     if measured is None:
@@ -177,7 +177,7 @@ def _state(record: RunRecord) -> dict[str, Any]:
 # --- numbers -------------------------------------------------------------------------------
 
 
-def figures(record: RunRecord) -> list[dict[str, Any]]:
+def run_figures(record: RunRecord) -> list[dict[str, Any]]:
     """The figures that a run is judged by: title, unit, measured and predicted (None: unknown)."""
     forecast = record.forecast
     losses, held = record.column("loss"), record.column("held_out_loss")

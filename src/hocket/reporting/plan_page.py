@@ -68,7 +68,7 @@ class PlanPage:
     footer: str = ""
 
 
-def page(found: PlanPage) -> str:
+def plan_html(found: PlanPage) -> str:
     """The whole page."""
     assets = resources.files("hocket.reporting") / "assets"
 

@@ -132,7 +132,7 @@ class RunRecord:
         return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 
 
-def read(path: str | Path) -> RunRecord:
+def read_run(path: str | Path) -> RunRecord:
     """Read a run folder, complete or not.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hocket.reporting.curve import curve_text
 from hocket.reporting.decomposition import PARTS
-from hocket.reporting.payload import figures, in_words, parts_of, traffic, verdict
+from hocket.reporting.payload import in_words, run_figures, run_parts, run_verdict, traffic
 from hocket.reporting.record import RunRecord
 from hocket.reporting.table import table_text
 from hocket.reporting.timeline import timeline_text
@@ -34,7 +34,7 @@ def report_text(
         own_bubble: idle share of its schedule where all stages are equal; None if unknown.
         width, color, unicode: of the terminal.
     """
-    parts = parts_of(record, own_bubble)
+    parts = run_parts(record, own_bubble)
     blocks = [_head(record), *(f"note: {printable(note)}" for note in record.notes)]
     rows = [
         [
@@ -43,12 +43,12 @@ def report_text(
             _shown(figure["unit"], figure["measured"]),
             _off(figure["unit"], figure["measured"], figure["predicted"]),
         ]
-        for figure in figures(record)
+        for figure in run_figures(record)
     ]
     if rows:
         blocks.append("\n" + table_text(["", "predicted", "measured", "off by"], rows))
     if parts.measured is not None:
-        blocks.append("\n" + verdict(parts))
+        blocks.append("\n" + run_verdict(parts))
     for timeline, what in ((record.predicted, "predicted"), (record.measured, "measured")):
         if timeline is not None:
             drawn = timeline_text(
@@ -98,7 +98,7 @@ def both_text(records: Sequence[RunRecord]) -> str:
     titles: dict[str, str] = {}
     columns = []
     for record in records:
-        found = {f["title"]: f for f in figures(record)}
+        found = {f["title"]: f for f in run_figures(record)}
         titles.update({title: f["unit"] for title, f in found.items()})
         columns.append(found)
     rows = [

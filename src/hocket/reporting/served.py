@@ -93,7 +93,7 @@ def is_served(path: Path) -> bool:
         return (path / MEASURED).exists()
 
 
-def read(path: Path) -> ServerRecord:
+def read_served(path: Path) -> ServerRecord:
     """Read a server's folder, complete or not."""
     folder = RunFolder(path)
     notes: list[str] = []
@@ -143,7 +143,7 @@ def read(path: Path) -> ServerRecord:
 # --- predicted and measured --------------------------------------------------------------------
 
 
-def figures(served: ServerRecord) -> list[ServedFigure]:
+def served_figures(served: ServerRecord) -> list[ServedFigure]:
     """The figures that say most."""
     told, found = served.forecast, served.measured
     rows = []
@@ -168,14 +168,14 @@ def figures(served: ServerRecord) -> list[ServedFigure]:
                 max((float(m[kind]) for m in held if kind in m), default=None),
             )
         )
-    most = max((r.seconds and r.batch / r.seconds for r in decode(found)), default=None)
+    most = max((r.seconds and r.batch / r.seconds for r in _decode_rounds(found)), default=None)
     rows.append(
         ServedFigure(
             "tokens/s of a replica, at most", "rate", told.tokens_per_second if told else None, None
         )
     )
     if most:
-        at = max(decode(found), key=lambda r: r.batch / r.seconds)
+        at = max(_decode_rounds(found), key=lambda r: r.batch / r.seconds)
         rows.append(
             ServedFigure(
                 f"tokens/s of decode steps alone, {at.batch:.0f} at once",
@@ -193,7 +193,7 @@ def _rate(told: ServingForecast | None, at: Decode) -> float | None:
     return at.batch / seconds if seconds else None
 
 
-def decode(found: ServingMeasured | None) -> list[Decode]:
+def _decode_rounds(found: ServingMeasured | None) -> list[Decode]:
     """Rounds of all replicas, those of the same batch in one."""
     sums: dict[int, list[Decode]] = {}
     for replica in found.replicas if found else ():
@@ -215,10 +215,10 @@ def decode(found: ServingMeasured | None) -> list[Decode]:
     return merged
 
 
-def rounds(served: ServerRecord) -> list[ServedFigure]:
+def round_seconds(served: ServerRecord) -> list[ServedFigure]:
     """Seconds of a round by the requests in it."""
     told = served.forecast
-    measured = decode(served.measured)
+    measured = _decode_rounds(served.measured)
     if measured:
         return [
             ServedFigure(
@@ -319,9 +319,9 @@ def counts(served: ServerRecord) -> list[tuple[str, str]]:
     return rows
 
 
-def verdict(served: ServerRecord) -> str:
+def served_verdict(served: ServerRecord) -> str:
     """One sentence: how far the predictions of rounds were off."""
-    rows = [row for row in rounds(served) if row.off is not None and row.count]
+    rows = [row for row in round_seconds(served) if row.off is not None and row.count]
     if not rows:
         return ""
     total = sum(row.count for row in rows)
@@ -361,7 +361,7 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float | None:
     return found if found > 0 and math.isfinite(found) else a
 
 
-def shown(unit: str, value: float | None) -> str:
+def figure_text(unit: str, value: float | None) -> str:
     """A figure for people; nothing for None."""
     if value is None:
         return ""
@@ -382,7 +382,7 @@ def off(row: ServedFigure) -> str:
     return f"{found + 1:.3g} times" if found >= 2 else f"{found:+.1%}"
 
 
-def curves(served: ServerRecord) -> list[tuple[str, tuple[ServiceLoad, ...]]]:
+def load_curves(served: ServerRecord) -> list[tuple[str, tuple[ServiceLoad, ...]]]:
     """Throughput and latency of one replica over load, by where they are from."""
     told, found = served.forecast, served.measured
     several = [
@@ -428,7 +428,7 @@ def needs(served: ServerRecord) -> tuple[str, tuple[Need, ...]]:
     return "predicted", served.forecast.needs if served.forecast else ()
 
 
-def asked(served: ServerRecord) -> str:
+def load_text(served: ServerRecord) -> str:
     """The requests that curves and needs are made of, in words."""
     told = served.forecast
     if told is None:

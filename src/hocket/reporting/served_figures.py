@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hocket.reporting.served import ServerRecord, asked, curves, rounds
+from hocket.reporting.served import ServerRecord, load_curves, load_text, round_seconds
 from hocket.spec.errors import OptionError
 
 COLOURS = {"predicted": "#0072b2", "from measured steps": "#d55e00", "measured": "#009e73"}
 
 
-def save(several: Sequence[ServerRecord], path: Path) -> None:
+def save_served_figure(several: Sequence[ServerRecord], path: Path) -> None:
     """Draw one or two servers into a picture; its form follows the name's ending.
 
     Raises:
@@ -28,7 +28,7 @@ def save(several: Sequence[ServerRecord], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(several), 3, squeeze=False)
     for (bars, load, wait), served in zip(axes, several, strict=True):
-        rows = rounds(served)
+        rows = round_seconds(served)
         for kind, shift in (("predicted", -0.2), ("measured", 0.2)):
             values = [1e3 * (getattr(row, kind) or 0.0) for row in rows]
             places = [number + shift for number in range(len(rows))]
@@ -38,7 +38,7 @@ def save(several: Sequence[ServerRecord], path: Path) -> None:
         name = f"{served.name} ({served.spec.layout})" if served.spec else served.name
         bars.set_title(_plain(f"{name}: milliseconds per decode step"), fontsize=10, loc="left")
         bars.legend(fontsize=8, frameon=False)
-        for kind, loads in curves(served):
+        for kind, loads in load_curves(served):
             rates = [one.rate for one in loads]
             mark = "o-" if kind != "measured" else "s--"
             throughput = [one.tokens_per_second for one in loads]
@@ -50,7 +50,7 @@ def save(several: Sequence[ServerRecord], path: Path) -> None:
         load.set_title("tokens/s of a replica over requests/s", fontsize=10, loc="left")
         wait.set_title("milliseconds to a token, p90, over requests/s", fontsize=10, loc="left")
         for one in (load, wait):
-            one.set_xlabel(_plain(asked(served)), fontsize=7)
+            one.set_xlabel(_plain(load_text(served)), fontsize=7)
             if one.has_data():
                 one.legend(fontsize=7, frameon=False)
     try:

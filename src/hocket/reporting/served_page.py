@@ -18,19 +18,19 @@ from hocket.reporting.served import (
     LOAD_COLUMNS,
     ServedFigure,
     ServerRecord,
-    asked,
     counts,
-    curves,
     facts,
-    figures,
+    figure_text,
     latencies,
+    load_curves,
     load_rows,
+    load_text,
     needs,
     off,
     prompts,
-    rounds,
-    shown,
-    verdict,
+    round_seconds,
+    served_figures,
+    served_verdict,
 )
 from hocket.reporting.timeline import timeline_text
 from hocket.spec.serving_forecast import ServiceLoad
@@ -89,8 +89,8 @@ def _server(served: ServerRecord) -> str:
         '<div class="head"><p class="over">a server</p>'
         f"<h1>{_e(served.name)}</h1><p class=words>{_e(words)}</p></div>"
     ]
-    if verdict(served):
-        said.append(f'<p class="verdict">{_e(verdict(served))}</p>')
+    if served_verdict(served):
+        said.append(f'<p class="verdict">{_e(served_verdict(served))}</p>')
     if served.notes:
         said.append('<ul class="notes">' + "".join(f"<li>{_e(n)}</li>" for n in served.notes))
         said.append("</ul>")
@@ -98,16 +98,16 @@ def _server(served: ServerRecord) -> str:
         _section(
             "Predicted and measured",
             "The prediction made before the ranks started, and the measured steps.",
-            _compared("", figures(served)),
+            _compared("", served_figures(served)),
         )
     )
-    if rounds(served):
+    if round_seconds(served):
         lead = "The time in which every running request gets one token: the time per output token."
         said.append(
             _section(
                 "Decode step",
                 lead,
-                _bars(rounds(served)) + _compared("requests", rounds(served)),
+                _bars(round_seconds(served)) + _compared("requests", round_seconds(served)),
             )
         )
     if prompts(served):
@@ -128,7 +128,7 @@ def _server(served: ServerRecord) -> str:
 
 
 def _load(served: ServerRecord) -> str:
-    several = curves(served)
+    several = load_curves(served)
     if not several:
         return ""
     charts: list[tuple[str, Callable[[ServiceLoad], float], str]] = [
@@ -157,7 +157,8 @@ def _load(served: ServerRecord) -> str:
         ],
     )
     lead = (
-        f"One replica over requests a second. Predicted and simulated: {asked(served)}. Measured: "
+        f"One replica over requests a second. Predicted and simulated: {load_text(served)}. "
+        "Measured: "
         "the requests that came."
     )
     numbers = "".join(
@@ -214,8 +215,8 @@ def _compared(title: str, rows: Sequence[ServedFigure]) -> str:
         [
             [
                 row.title,
-                shown(row.unit, row.predicted),
-                shown(row.unit, row.measured),
+                figure_text(row.unit, row.predicted),
+                figure_text(row.unit, row.measured),
                 off(row),
                 f"{row.count:,}" if row.count else "",
             ]

@@ -9,18 +9,18 @@ from hocket.reporting.served import (
     LOAD_COLUMNS,
     ServedFigure,
     ServerRecord,
-    asked,
     counts,
-    curves,
-    figures,
+    figure_text,
     latencies,
+    load_curves,
     load_rows,
+    load_text,
     needs,
     off,
     prompts,
-    rounds,
-    shown,
-    verdict,
+    round_seconds,
+    served_figures,
+    served_verdict,
 )
 from hocket.reporting.table import table_text
 from hocket.reporting.timeline import timeline_text
@@ -35,20 +35,20 @@ def served_text(
     if counts(served):
         blocks.append("\n" + table_text(["counted", ""], [list(row) for row in counts(served)]))
     for title, rows in (
-        ("", figures(served)),
-        ("decode step", rounds(served)),
+        ("", served_figures(served)),
+        ("decode step", round_seconds(served)),
         ("reading prompts", prompts(served)),
     ):
         if rows:
             blocks.append("\n" + _rows(title, rows))
-    if verdict(served):
-        blocks.append("\n" + verdict(served))
+    if served_verdict(served):
+        blocks.append("\n" + served_verdict(served))
     met = latencies(served)
     if met:
         table = [[name, *map(format_seconds, values)] for name, *values in met]
         blocks.append("\n" + table_text(["latency", "p50", "p90", "p99"], table))
-    for name, loads in curves(served):
-        of = "" if name == "measured" else f": {asked(served)}"
+    for name, loads in load_curves(served):
+        of = "" if name == "measured" else f": {load_text(served)}"
         lines = table_text(LOAD_COLUMNS, load_rows(loads))
         blocks.append(f"\none replica over load, {name}{of}\n{lines}")
     name, found = needs(served)
@@ -73,12 +73,14 @@ def both_served_text(several: Sequence[ServerRecord]) -> str:
     titles: dict[str, None] = {}
     columns = []
     for served in several:
-        rows = {row.title: row for row in (*figures(served), *rounds(served))}
+        rows = {row.title: row for row in (*served_figures(served), *round_seconds(served))}
         columns.append(rows)
         titles.update(dict.fromkeys(rows))
     table = [["layout", *(str(s.spec.layout) if s.spec else "unknown" for s in several)]]
     for title in titles:
-        cells = [shown(r[title].unit, r[title].measured) if title in r else "" for r in columns]
+        cells = [
+            figure_text(r[title].unit, r[title].measured) if title in r else "" for r in columns
+        ]
         if any(cells):
             table.append([title, *cells])
     for number, name in enumerate(("first token", "each further token", "whole answer")):
@@ -101,8 +103,8 @@ def _rows(title: str, rows: Sequence[ServedFigure]) -> str:
     table = [
         [
             row.title,
-            shown(row.unit, row.predicted),
-            shown(row.unit, row.measured),
+            figure_text(row.unit, row.predicted),
+            figure_text(row.unit, row.measured),
             off(row),
             f"{row.count:,}" if row.count else "",
         ]

@@ -17,7 +17,7 @@ def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for i in range(len(headers))
     ]
     widths = [
-        max(columns(text) for text in (headers[i], *(row[i] for row in cells)))
+        max(text_width(text) for text in (headers[i], *(row[i] for row in cells)))
         for i in range(len(headers))
     ]
 
@@ -31,7 +31,7 @@ def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(headers), rule, *(line(row) for row in cells)])
 
 
-def columns(text: str) -> int:
+def text_width(text: str) -> int:
     """Columns that a text takes in a terminal: an ideograph or a Hangul syllable two; none what is
     drawn onto the character before it, as the vowels of a syllable that is spelled out are."""
     return sum(map(_columns, text))
@@ -47,7 +47,7 @@ def _columns(character: str) -> int:
 
 
 def _blank(text: str, width: int) -> str:
-    return " " * (width - columns(text))
+    return " " * (width - text_width(text))
 
 
 def _cell(value: object) -> str:

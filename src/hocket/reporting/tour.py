@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from hocket.reporting.table import columns
+from hocket.reporting.table import text_width
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.tour import LANGUAGES, Stop
 from hocket.spec.units import format_seconds
@@ -17,7 +17,7 @@ _PARTS = ("predicted", "measured")
 
 
 @functools.cache
-def words(language: str) -> dict[str, Any]:
+def tour_words(language: str) -> dict[str, Any]:
     """The sentences of a language. Raises OptionError for one that is not there."""
     if language not in LANGUAGES:
         message, hint = unknown("language", language, LANGUAGES)
@@ -28,11 +28,11 @@ def words(language: str) -> dict[str, Any]:
 
 def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -> str:
     """One stop for a terminal."""
-    said = words(language)
+    said = tour_words(language)
     page = said["page"]
     mine = _filled(stop, language)
     lines = [f"{number}. {mine['title']}", "", *_wrapped(mine["claim"], width, "   ")]
-    label = max(columns(page[part]) for part in (*_PARTS, "try", "verdict"))
+    label = max(text_width(page[part]) for part in (*_PARTS, "try", "verdict"))
     lines.append("")
     for part in _PARTS:
         lines += _labelled(page[part], mine[part], label, width)
@@ -46,7 +46,7 @@ def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -
 
 def page_markdown(stops: Sequence[Stop], cores: int, language: str = "en") -> str:
     """All stops as one Markdown page."""
-    said = words(language)
+    said = tour_words(language)
     page = said["page"]
     parts = [f"# {page['title']}", page["intro"].strip().format(cores=cores)]
     for number, stop in enumerate(stops, 1):
@@ -67,16 +67,16 @@ def page_markdown(stops: Sequence[Stop], cores: int, language: str = "en") -> st
 def footer(stops: Sequence[Stop], language: str = "en") -> str:
     """How many stops there were and how long they took."""
     seconds = format_seconds(sum(stop.seconds for stop in stops))
-    line: str = words(language)["page"]["footer"]
+    line: str = tour_words(language)["page"]["footer"]
     return line.format(count=len(stops), seconds=seconds)
 
 
 def _picture(stop: Stop, page: dict[str, str], width: int = 40) -> str:
     """A stop's bars, or its drawing. Labels may hold {predicted} and {measured}."""
     names = [name.format(**page) for name, _, _ in stop.bars]
-    room = max((columns(name) for name in names), default=0)
+    room = max((text_width(name) for name in names), default=0)
     rows = [
-        f"{' ' * (room - columns(name))}{name}  {'█' * max(0, round(width * share))} {beside}"
+        f"{' ' * (room - text_width(name))}{name}  {'█' * max(0, round(width * share))} {beside}"
         for name, (_, share, beside) in zip(names, stop.bars, strict=True)
     ]
     return "\n".join(row.rstrip() for row in rows) or stop.drawing
@@ -84,7 +84,7 @@ def _picture(stop: Stop, page: dict[str, str], width: int = 40) -> str:
 
 def _filled(stop: Stop, language: str) -> dict[str, str]:
     """A stop's sentences with its values in their places."""
-    said = words(language)["stops"][stop.key]
+    said = tour_words(language)["stops"][stop.key]
     return {
         name: sentence.strip() if name == "claim" else sentence.strip().format(**stop.values)
         for name, sentence in said.items()
@@ -100,7 +100,7 @@ def _verdict(stop: Stop, mine: dict[str, str], said: dict[str, Any]) -> str:
 
 
 def _labelled(label: str, text: str, room: int, width: int) -> list[str]:
-    first = f"   {label}{' ' * (room - columns(label))}  "
+    first = f"   {label}{' ' * (room - text_width(label))}  "
     rest = " " * (room + 5)
     lines = _wrapped(text, width, rest)
     return [first + lines[0].strip(), *lines[1:]]
@@ -111,7 +111,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
     lines, line = [], ""
     for word in text.split():
         longer = f"{line} {word}" if line else word
-        if line and columns(indent + longer) > width:
+        if line and text_width(indent + longer) > width:
             lines.append(line)
             longer = word
         line = longer

@@ -89,7 +89,7 @@ class Restored:
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint to resume from, or None. Looks at names only; loading verifies."""
-    return next(words.candidates(Path(folder)), None)
+    return next(words.resumable_checkpoints(Path(folder)), None)
 
 
 def save_checkpoint(
@@ -177,7 +177,7 @@ def load_checkpoint(
     world = _world(parallel, world)
     folder = Path(folder)
     notes: list[str] = []
-    for path in words.candidates(folder):
+    for path in words.resumable_checkpoints(folder):
         files: list[TensorFile] = []
         resharded, why = False, ""
         try:

@@ -85,7 +85,7 @@ SHARED = 0.9
 """Least share of a GPU's memory that is free where no other process uses it."""
 
 
-def claim(device: torch.device) -> list[str]:
+def claim_device(device: torch.device) -> list[str]:
     """Take a GPU for this rank: make it current, allocate a first byte, and run on the cores of
     its NUMA node. To be called before the process group is made; nothing on a CPU.
 

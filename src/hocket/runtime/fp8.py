@@ -30,7 +30,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @functools.cache
-def product(emulate: bool = False) -> Product:
+def fp8_matmul(emulate: bool = False) -> Product:
     """The product of torchao.
 
     Args:
@@ -80,7 +80,7 @@ def multiply_in_fp8(
                 continue
             if plain:
                 child.__class__ = DeferrableLinear
-            child.product = product(emulate)
+            child.product = fp8_matmul(emulate)
             found.append(name)
     if not found:
         raise ModelError(

@@ -10,33 +10,33 @@ import re
 from pathlib import Path
 
 
-def memory(root: Path = Path("/")) -> int:
+def host_memory(root: Path = Path("/")) -> int:
     """Bytes that processes may use: what there is, or the control group's limit if that is less."""
-    found = re.search(r"^MemTotal:\s*(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
+    found = re.search(r"^MemTotal:\s*(\d+) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
     total = int(found[1]) << 10 if found else 0
     limits = [
         int(text)
         for folder in control_groups(root)
-        for text in (text_of(folder / "memory.max"), text_of(folder / "memory.limit_in_bytes"))
+        for text in (file_text(folder / "memory.max"), file_text(folder / "memory.limit_in_bytes"))
         if text.isdigit()
     ]
     return min([total, *(one for one in limits if 0 < one < total)])
 
 
-def free_memory(root: Path = Path("/")) -> int:
+def free_host_memory(root: Path = Path("/")) -> int:
     """Bytes that processes may still take without swapping: MemAvailable, or what the limit of a
     control group leaves, where files that were read and can be dropped are not counted as used."""
-    text = text_of(root / "proc/meminfo")
+    text = file_text(root / "proc/meminfo")
     found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    free = [int(found[1]) << 10] if found else [memory(root)]
+    free = [int(found[1]) << 10] if found else [host_memory(root)]
     for folder in control_groups(root):
         for limit, used, files in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            most, now = text_of(folder / limit), text_of(folder / used)
+            most, now = file_text(folder / limit), file_text(folder / used)
             if most.isdigit() and now.isdigit():
-                statistics = text_of(folder / "memory.stat")
+                statistics = file_text(folder / "memory.stat")
                 dropped = re.search(rf"^{files} (\d+)", statistics, re.MULTILINE)
                 kept = int(now) - (int(dropped[1]) if dropped else 0)
                 free.append(max(0, int(most) - kept))
@@ -47,7 +47,7 @@ def control_groups(root: Path) -> list[Path]:
     """Folders of the control groups of this process, from its own up to the root."""
     base = root / "sys/fs/cgroup"
     found = [base, base / "cpu", base / "memory"]
-    for line in text_of(root / "proc/self/cgroup").splitlines():
+    for line in file_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         start = base / controllers if controllers else base
         while path.strip("/"):
@@ -56,7 +56,7 @@ def control_groups(root: Path) -> list[Path]:
     return found
 
 
-def text_of(path: Path) -> str:
+def file_text(path: Path) -> str:
     """The text of a file; empty where it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip()

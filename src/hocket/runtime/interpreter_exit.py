@@ -19,10 +19,10 @@ import time
 @functools.cache
 def settle_at_exit() -> None:
     """Have this process wait for its other threads before the interpreter is finalized. Once."""
-    atexit.register(settle)
+    atexit.register(settle_threads)
 
 
-def settle(limit: float = 2.0) -> bool:
+def settle_threads(limit: float = 2.0) -> bool:
     """Wait until every other thread of this process sleeps, at two looks in a row.
 
     Args:

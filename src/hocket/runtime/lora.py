@@ -138,7 +138,7 @@ def _adapt(stage: Stage, lora: Lora, wanted: Collection[str], values: bool) -> N
         if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
             raise ModelError(f"{name} is a {type(module).__name__}; LoRA adapts linear layers")
         transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
-        places = placed(f"{name}.", weight, transposed=transposed, rank=lora.rank)
+        places = adapter_placements(f"{name}.", weight, transposed=transposed, rank=lora.rank)
         child: Any = module
         held = child.weight
         for key, place in zip(("lora_A", "lora_B"), places, strict=True):
@@ -157,7 +157,7 @@ def _adapt(stage: Stage, lora: Lora, wanted: Collection[str], values: bool) -> N
         child.__class__ = _class(type(module))
 
 
-def placed(
+def adapter_placements(
     prefix: str, weight: Placement, *, transposed: bool, rank: int
 ) -> tuple[Placement, Placement]:
     """Where A and B of a layer lie on this rank, from where its weight does.

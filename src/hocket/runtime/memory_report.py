@@ -118,7 +118,7 @@ def activations(
     return rest
 
 
-def report(
+def out_of_memory_report(
     rank: int,
     state: AllocatorBytes,
     found: Sequence[OwnedBytes],

@@ -29,7 +29,7 @@ from hocket.spec.process_groups import (
     copies_axis,
     data_axis,
     groups_of_rank,
-    prepared,
+    model_groups,
 )
 
 _UNEVEN: list[object] = []
@@ -160,7 +160,7 @@ class Mesh:
                 hold them, True is the first and the last index.
         """
         ends = (0, self.layout.pp - 1) if tie is True else tie or None
-        for name, rows in prepared(self.layout, copies=copies, tie=ends):
+        for name, rows in model_groups(self.layout, copies=copies, tie=ends):
             self._add(name, rows)
             uneven = name == "embedding" and rows and self.layout.pp > 2
             if uneven and self._meets and not _met_by_all():

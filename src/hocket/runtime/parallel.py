@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.context_parallel import parts_of, with_positions
+from hocket.runtime.context_parallel import context_parts, with_positions
 from hocket.runtime.data_parallel import (
     Buckets,
     Fill,
@@ -30,7 +30,7 @@ from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.pipeline.executor import Executor
 from hocket.runtime.pipeline.stage import Microbatch, Stage
 from hocket.runtime.random import Streams, draws_random_numbers
-from hocket.runtime.recompute import recompute
+from hocket.runtime.recompute import recompute_layers
 from hocket.runtime.tensor_parallel import PartialGradients
 from hocket.runtime.ties import Ties
 from hocket.spec.errors import OptionError
@@ -151,7 +151,7 @@ class Parallel:
         if self.layout.recompute != "none":
             assert self.plan.stages is not None
             for stage in self.stages:
-                recompute(stage.module, self.layout, self.plan.stages, self._streams)
+                recompute_layers(stage.module, self.layout, self.plan.stages, self._streams)
         self._partial = PartialGradients(self.named_parameters(), self.placements, mesh)
         pieces = list(self._pieces()) if self._sharded else None
         self._norm = GradientNorm(self.named_parameters(), self.placements, mesh, pieces)
@@ -400,7 +400,7 @@ class Parallel:
         """What of the microbatches this rank computes: its tokens of every sequence (cp)."""
         shifted = self.labels_shifted is not False
         given = with_positions(microbatches) if self.plan.mask_positions else microbatches
-        return parts_of(given, self.mesh.axis("cp"), labels_shifted=shifted)
+        return context_parts(given, self.mesh.axis("cp"), labels_shifted=shifted)
 
     def _num_labels(self, microbatches: Sequence[Microbatch]) -> Tensor:
         if any("labels" not in microbatch for microbatch in microbatches):

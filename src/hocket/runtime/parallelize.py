@@ -213,7 +213,7 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
         if layout.num_stages > 1:
             raise LayoutError(
                 f"{layout.num_stages} stages need a schedule",
-                hint="schedule=hocket.schedules.registry.build(layout, num_microbatches)",
+                hint="schedule=hocket.schedules.registry.build_schedule(layout, num_microbatches)",
             )
     elif schedule.num_ranks != layout.pp:
         raise LayoutError(

@@ -37,7 +37,7 @@ class PinnedPool:
 
     def take(self, nbytes: int) -> Tensor | None:
         """A buffer [at least `nbytes`] of uint8; None where the limit leaves none."""
-        size = rounded(nbytes)
+        size = _rounded_bytes(nbytes)
         free = self._free.get(size)
         if free:
             return free.pop()
@@ -55,7 +55,7 @@ class PinnedPool:
         self.bytes -= buffer.numel()
 
 
-def rounded(nbytes: int) -> int:
+def _rounded_bytes(nbytes: int) -> int:
     """The size of the buffer for some bytes."""
     step = max(512, 1 << max(0, nbytes.bit_length() - STEPS.bit_length()))
     return -(-nbytes // step) * step

@@ -83,7 +83,7 @@ def _again(streams: Streams, place: tuple[int, int, int]) -> Iterator[None]:
     yield
 
 
-def recompute(
+def recompute_layers(
     module: nn.Module, layout: Layout, plan: StagePlan, streams: Streams | None
 ) -> list[nn.Module]:
     """Let one stage's layers be run again in backward, as the layout says.
@@ -98,7 +98,7 @@ def recompute(
             assert not isinstance(vars(layer).get("forward"), RecomputedLayer), "twice"
             layer.forward = RecomputedLayer(layer.forward, streams)
         else:
-            for core in cores(layer, plan.cores):
+            for core in _attention_cores(layer, plan.cores):
                 setattr(core, CORE, RecomputedCore(streams))
     return layers
 
@@ -113,7 +113,7 @@ def recomputed_layers(module: nn.Module, layout: Layout, plan: StagePlan) -> lis
     return owned[: layout.recompute_layers]
 
 
-def cores(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def _attention_cores(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """The attention modules of a layer; layers of another kind have none."""
     found = dict(layer.named_modules())
     return [found[name] for name in names if name in found]

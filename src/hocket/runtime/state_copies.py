@@ -232,7 +232,7 @@ class StateCopies:
             try:
                 if not (path / records_file(self.rank)).exists():
                     self._fetch(path, self.rank, self._addresses[where[self.rank]])
-                body, shard = records(path / records_file(self.rank))
+                body, shard = _file_records(path / records_file(self.rank))
                 file = words.open_shard(path, shard)
             except (OSError, AttributeError) as error:
                 why = f"{path} cannot be read: {error}"
@@ -251,7 +251,7 @@ class StateCopies:
 
     def newest(self) -> int:
         """Step of the newest checkpoint; 0: there is none."""
-        path = next(words.candidates(self._checkpoints), None)
+        path = next(words.resumable_checkpoints(self._checkpoints), None)
         return 0 if path is None else int(path.name.removeprefix("step-"))
 
     def _save(
@@ -274,7 +274,7 @@ class StateCopies:
 
     def _put(self, path: Path, aside: Path, ranks: list[int]) -> None:
         for rank in ranks:
-            body, shard = records(path / records_file(rank))
+            body, shard = _file_records(path / records_file(rank))
             shutil.copyfile(path / words.shard_file(rank), aside / words.shard_file(rank))
             write_text(aside / records_file(rank), json.dumps(shard.to_json()))
             self.store.set(f"copies/cursor/{body['step']}", json.dumps(body["cursor"]))
@@ -286,7 +286,7 @@ class StateCopies:
         for path in words.checkpoints(self.folder):
             for file in sorted(path.glob("rank-*.json")):
                 try:
-                    body, shard = records(file)
+                    body, shard = _file_records(file)
                 except CheckpointError:
                     continue
                 if body["model"] == model and body["step"] > newest >= body["newest"]:
@@ -305,7 +305,7 @@ def records_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def records(path: Path) -> tuple[dict[str, Any], Shard]:
+def _file_records(path: Path) -> tuple[dict[str, Any], Shard]:
     """What a file of records holds. Raises CheckpointError if it is missing or damaged."""
     try:
         head = parse_json(path.read_text())

@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from hocket.schedules.lower import has_communication, lower
-from hocket.schedules.validate import validate
+from hocket.schedules.validate import validate_schedule
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import write_text
 from hocket.spec.schedule import Schedule
 
 
-def load(
+def load_schedule(
     path: str | os.PathLike[str],
     *,
     layout: Layout | None = None,
@@ -34,12 +34,12 @@ def load(
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error.message}", hint=error.hint) from None
     if not has_communication(schedule):
-        validate(schedule, compute_only=True)
+        validate_schedule(schedule, compute_only=True)
         schedule = lower(schedule)
-    validate(schedule, layout=layout, num_microbatches=num_microbatches)
+    validate_schedule(schedule, layout=layout, num_microbatches=num_microbatches)
     return schedule
 
 
-def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the text form; `load` reads it back equal."""
+def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write the text form; `load_schedule` reads it back equal."""
     write_text(Path(path), str(schedule))

@@ -36,7 +36,7 @@ from hocket.spec.schedule import (
     WITHOUT_MICROBATCH,
     Action,
     Schedule,
-    board,
+    schedule_text,
 )
 
 _action = functools.lru_cache(maxsize=1 << 17)(Action)
@@ -157,7 +157,7 @@ def _simulated(
     if stuck:
         raise ScheduleError(
             f"schedule {schedule.name!r} never ends: {lines[stuck[0][0]][stuck[0][1]]} waits\n"
-            + board(lines, mark=stuck)
+            + schedule_text(lines, mark=stuck)
         )
     return timed, begins
 

@@ -57,8 +57,10 @@ def _interleaved(
 ) -> tuple[tuple[Action, ...], ...]:
     # Microbatches go in rounds: a round passes a rank's first stage, then its second, and so on.
     rounds = max(1, num_microbatches // pp)
-    if not legality.rounds(num_microbatches, pp):
-        fits = [n for n in range(1, 2 * num_microbatches + pp) if legality.rounds(n, pp)]
+    if not legality.interleaved_rounds(num_microbatches, pp):
+        fits = [
+            n for n in range(1, 2 * num_microbatches + pp) if legality.interleaved_rounds(n, pp)
+        ]
         near = sorted(fits, key=lambda n: abs(n - num_microbatches))[:3]
         raise ScheduleError(
             f"{num_microbatches} microbatches do not divide into {rounds} equal groups "

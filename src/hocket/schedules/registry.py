@@ -1,16 +1,16 @@
-"""The schedules by name, and `build`: what a layout asks for, lowered and checked."""
+"""The schedules by name, and `build_schedule`: what a layout asks for, lowered and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from hocket.schedules.file import load
+from hocket.schedules.file import load_schedule
 from hocket.schedules.gpipe import gpipe
 from hocket.schedules.lower import lower
 from hocket.schedules.one_f_one_b import interleaved, one_f_one_b
 from hocket.schedules.sequential import sequential
-from hocket.schedules.validate import validate
+from hocket.schedules.validate import validate_schedule
 from hocket.schedules.zb_v import v_shape, zb_v
 from hocket.schedules.zero_bubble import zero_bubble
 from hocket.spec.errors import ScheduleError, unknown
@@ -35,7 +35,7 @@ NAMES = tuple(_BUILDERS)
 """Every schedule that has a name."""
 
 
-def build(layout: Layout, num_microbatches: int, *, checked: bool = True) -> Schedule:
+def build_schedule(layout: Layout, num_microbatches: int, *, checked: bool = True) -> Schedule:
     """The schedule that `layout.schedule` names, or reads it where that is the path of a file.
 
     Stage s lies on pipeline rank s mod pp, or as the schedule places it. The result is lowered, and
@@ -50,12 +50,12 @@ def build(layout: Layout, num_microbatches: int, *, checked: bool = True) -> Sch
     name = layout.schedule
     if name not in _BUILDERS:
         if Path(name).is_file():
-            return load(name, layout=layout, num_microbatches=num_microbatches)
+            return load_schedule(name, layout=layout, num_microbatches=num_microbatches)
         message, hint = unknown("schedule", name, NAMES)
         raise ScheduleError(message + ", or the path of a schedule file", hint=hint)
     schedule = lower(compute(layout, num_microbatches))
     if checked:
-        validate(schedule, layout=layout)
+        validate_schedule(schedule, layout=layout)
     return schedule
 
 

@@ -36,7 +36,7 @@ from hocket.spec.schedule import (
     WEIGHT,
     Action,
     Schedule,
-    board,
+    schedule_text,
 )
 
 Cell = tuple[int, int]
@@ -45,7 +45,7 @@ Cell = tuple[int, int]
 _OTHER_END = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 
 
-def validate(
+def validate_schedule(
     schedule: Schedule,
     *,
     layout: Layout | None = None,
@@ -97,7 +97,7 @@ class _Check:
         where = "" if cell is None else f"rank {cell[0]}, step {cell[1]}: "
         raise ScheduleError(
             f"schedule {self.schedule.name!r}: {where}{message}\n"
-            + board(self.schedule.ranks, mark=mark or ([] if cell is None else [cell])),
+            + schedule_text(self.schedule.ranks, mark=mark or ([] if cell is None else [cell])),
             hint=hint,
         )
 
@@ -305,7 +305,7 @@ class _Check:
     def other_order(self) -> str | None:
         """A hint where the same compute actions complete with their messages in another order."""
         try:
-            validate(remove_communication(self.schedule), compute_only=True)
+            validate_schedule(remove_communication(self.schedule), compute_only=True)
         except ScheduleError:
             return None
         return (

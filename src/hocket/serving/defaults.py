@@ -66,7 +66,7 @@ class SamplingDefaults:
         return ", ".join(f"{name} {value:g}" for name, value in held if value is not None)
 
 
-def settings(directory: Path | None) -> dict[str, Any]:
+def generation_settings(directory: Path | None) -> dict[str, Any]:
     """The fields of a model's generation_config.json; none where it has no such file.
 
     Raises:

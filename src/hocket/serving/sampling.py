@@ -56,7 +56,7 @@ def next_tokens(
     if options.temperature == 0:
         return _most_probable(logits, vocabulary, recorder)
     whole = all_gather(logits, vocabulary.axis, recorder, dim=-1, sizes=vocabulary.sizes or None)
-    return draw(whole, options, position)
+    return draw_row_tokens(whole, options, position)
 
 
 def _most_probable(logits: Tensor, vocabulary: VocabularyRange, recorder: Recorder) -> Tensor:
@@ -78,7 +78,7 @@ def _most_probable(logits: Tensor, vocabulary: VocabularyRange, recorder: Record
     return every[..., 1].gather(0, winner.unsqueeze(0)).squeeze(0).long()
 
 
-def draw(logits: Tensor, options: SamplingParams, position: int) -> Tensor:
+def draw_row_tokens(logits: Tensor, options: SamplingParams, position: int) -> Tensor:
     """One token per row [B] from whole rows of logits [B, V], in the order of temperature,
     top-k, top-p that transformers uses.
     """
@@ -95,7 +95,7 @@ def draw(logits: Tensor, options: SamplingParams, position: int) -> Tensor:
         scores = scores.masked_fill(dropped, float("-inf"))
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
     at = torch.tensor(
-        [uniform(options.seed or 0, row, position) for row in range(scores.shape[0])],
+        [_row_uniform(options.seed or 0, row, position) for row in range(scores.shape[0])],
         dtype=cumulative.dtype,
         device=cumulative.device,
     ).unsqueeze(-1)
@@ -103,7 +103,7 @@ def draw(logits: Tensor, options: SamplingParams, position: int) -> Tensor:
     return torch.searchsorted(cumulative, at * cumulative[..., -1:], right=True).squeeze(-1)
 
 
-def uniform(seed: int, row: int, position: int) -> float:
+def _row_uniform(seed: int, row: int, position: int) -> float:
     """A number in [0, 1) that depends on its arguments alone, on every machine."""
     digest = hashlib.blake2b(f"{seed}/{row}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / float(1 << 53)

@@ -34,7 +34,7 @@ from hocket.spec.schedule import (
     WEIGHT,
     Action,
     Schedule,
-    board,
+    schedule_text,
 )
 
 Floats = NDArray[np.float64]
@@ -138,7 +138,7 @@ def durations(
         if steps[rank] < len(line):
             raise ScheduleError(
                 f"schedule {schedule.name!r} never ends: {line[steps[rank]]} waits\n"
-                + board(lines, mark=[(rank, steps[rank])])
+                + schedule_text(lines, mark=[(rank, steps[rank])])
             )
     for end in (*now, *sent, *reduced.values()):
         last = np.maximum(last, end)

@@ -212,7 +212,7 @@ class OrderVerdict:
         )
 
 
-def check(traces: Sequence[Trace], rule: str = "eager") -> OrderVerdict:
+def simulate_nccl(traces: Sequence[Trace], rule: str = "eager") -> OrderVerdict:
     """Simulate the traces of all ranks, in order of rank, by NCCL's rules.
 
     Args:

@@ -213,7 +213,7 @@ def covers(shape: Sequence[int], blocks: Iterable[TensorBlock]) -> bool:
     return True
 
 
-def merge(
+def merged_report(
     known: Mapping[str, Any],
     ranks: Sequence[Mapping[str, Any]],
     *,

@@ -213,7 +213,7 @@ def delete_old(folder: Path, step: int, keep: int, keep_every: int = 0) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def candidates(folder: Path) -> Iterator[Path]:
+def resumable_checkpoints(folder: Path) -> Iterator[Path]:
     """The checkpoints to try on resuming: the one `latest` names, then older ones in turn."""
     found = checkpoints(folder)
     try:
@@ -261,7 +261,7 @@ def open_shard(path: Path, shard: Shard, *, verify: bool = True) -> TensorFile:
     return file
 
 
-def verify(path: Path) -> Manifest:
+def verify_checkpoint(path: Path) -> Manifest:
     """Read every byte of one checkpoint. Raises CheckpointError if anything is not as written."""
     manifest = read_manifest(path)
     for shard in manifest.shards:
@@ -277,9 +277,9 @@ def newest_whole(folder: Path) -> tuple[Path, Manifest, list[str]]:
         CheckpointError: there is none, or none is whole.
     """
     notes: list[str] = []
-    for path in candidates(folder):
+    for path in resumable_checkpoints(folder):
         try:
-            return path, verify(path), notes
+            return path, verify_checkpoint(path), notes
         except CheckpointError as error:
             notes.append(error.message)
     if notes:

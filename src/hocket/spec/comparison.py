@@ -186,7 +186,7 @@ def _timed(layout: Layout, microbatches: int, global_batch: int) -> Layout:
     return dataclasses.replace(layout, microbatches=most)
 
 
-def chosen(wanted: tuple[str, ...], known: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+def chosen_strategies(wanted: tuple[str, ...], known: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     """The strategies given by name or by layout; one process is always the first.
 
     Raises:

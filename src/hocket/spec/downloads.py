@@ -35,7 +35,7 @@ _listeners: list[Listener] = []
 
 
 @contextlib.contextmanager
-def shown(listener: Listener) -> Iterator[None]:
+def download_listener(listener: Listener) -> Iterator[None]:
     """Within, this listener hears of every download of this process, and no other one does."""
     _listeners.append(listener)
     try:
@@ -52,16 +52,16 @@ def following(name: str, *, brief: bool = False) -> Iterator[Follow]:
     def follow(done: int, total: int) -> None:
         nonlocal last
         last = Download(name, done, total, brief=brief)
-        tell(last)
+        report_download(last)
 
     try:
         yield follow
     finally:
         if last.total:
-            tell(dataclasses.replace(last, ended=True))
+            report_download(dataclasses.replace(last, ended=True))
 
 
-def tell(download: Download) -> None:
+def report_download(download: Download) -> None:
     """Report one moment to whoever listens."""
     for listener in _listeners[-1:]:
         listener(download)

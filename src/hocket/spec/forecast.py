@@ -12,7 +12,7 @@ from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.files import parse_json
-from hocket.spec.rows import LARGEST, typed
+from hocket.spec.rows import LARGEST, require_types
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -104,11 +104,11 @@ class Forecast:
             data.pop("peak_bytes", None)
             _finite(data)
             for one in data["alternatives"]:
-                typed(Alternative, one)
+                require_types(Alternative, one)
             data["alternatives"] = tuple(Alternative(**one) for one in data["alternatives"])
             for name in ("memory", "collectives", "notes"):
                 data[name] = tuple(data[name])
-            typed(cls, data)
+            require_types(cls, data)
             found = cls(**data)
             sizes = [row["total"] for row in found.memory]
             sizes += [row.get(name, 0) for row in found.collectives for name in ("count", "bytes")]

@@ -434,7 +434,7 @@ class Layout:
         for option in filter(None, options.split(",")):
             key, equals, value = option.partition("=")
             key = key.strip()
-            (key,) = renamed.options({key: None}, names)
+            (key,) = renamed.present_options({key: None}, names)
             if key not in names:
                 message, hint = unknown("layout field", key, names)
                 raise LayoutError(f"layout {text!r}: {message}", hint=hint)
@@ -446,7 +446,7 @@ class Layout:
                 )
             given[key] = _value(key, value.strip())
         flags = {key: value for key, value in flags.items() if value is not None}
-        for key, value in renamed.options(flags, names).items():
+        for key, value in renamed.present_options(flags, names).items():
             if key not in names:
                 message, hint = unknown("layout field", key, names)
                 raise LayoutError(message, hint=hint)

@@ -63,7 +63,7 @@ def recomputed(count: int, longest: int) -> bool:
     return count <= longest
 
 
-def rounds(microbatches: Numbers, pp: Numbers) -> Numbers:
+def interleaved_rounds(microbatches: Numbers, pp: Numbers) -> Numbers:
     """Microbatches of the interleaved schedule: max(1, microbatches // pp) rounds, all equal."""
     return microbatches % (microbatches // pp + (microbatches < pp)) == 0
 

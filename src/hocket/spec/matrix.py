@@ -168,7 +168,7 @@ def axes_of(layout: Layout) -> set[str]:
     return found | ({"sequence"} if layout.sequence_parallel else set())
 
 
-def merged(rows: Iterable[TypeRow]) -> tuple[TypeRow, ...]:
+def merged_rows(rows: Iterable[TypeRow]) -> tuple[TypeRow, ...]:
     """Rows of several runs, one for each type: a later cell of a layout takes the earlier's
     place."""
     found: dict[str, TypeRow] = {}

@@ -28,7 +28,7 @@ from hocket.spec.rows import (
     Rate,
     Seconds,
     Share,
-    checked,
+    checked_value,
     from_row,
     from_table,
     to_row,
@@ -364,7 +364,7 @@ class MachineMeasurements:
         """
         if not isinstance(table, Mapping):
             raise OptionError(f"measured is {table!r}; it must be a table")
-        version = checked("Count", table.get("version", 0) or 1, "version of measured")
+        version = checked_value("Count", table.get("version", 0) or 1, "version of measured")
         if version != VERSION:
             raise OptionError(
                 f"measured is of version {version}; this hocket reads version {VERSION}",
@@ -389,7 +389,7 @@ class MachineMeasurements:
             elif name in _ROWS:
                 values[name] = _rows(name, value)
             else:
-                values[name] = checked(str(known[name].type), value, f"{name} of measured")
+                values[name] = checked_value(str(known[name].type), value, f"{name} of measured")
         return cls(**values)
 
     def to_json(self) -> str:

@@ -115,13 +115,13 @@ def axis_groups(
     found.append(("replicas", layout.replica_groups()))
     for name in ("expert", "expert_data"):
         found.append((name, layout.expert_groups(name) if layout.splits_experts else []))
-    found += prepared(layout, copies=copies, tie=tie)
+    found += model_groups(layout, copies=copies, tie=tie)
     return tuple(
         AxisGroups(name, tuple(row for row in rows if len(row) > 1)) for name, rows in found
     )
 
 
-def prepared(
+def model_groups(
     layout: Layout, *, copies: Iterable[int] = (), tie: tuple[int, int] | None = None
 ) -> list[tuple[str, list[Ranks]]]:
     """The axes that only some models need: of copied key/value heads and of tied embeddings."""

@@ -70,7 +70,7 @@ class ProxyVerdict:
         return "; ".join(text for text in found if text)
 
 
-def parts_of(
+def verdict_fields(
     layout: Layout, *, loss: bool = False, pages: bool = False, packed: bool = False
 ) -> list[str]:
     """Fields of a Verdict that have to be known before a layout is accepted."""
@@ -127,7 +127,7 @@ def reject(
 # --- the cache ---------------------------------------------------------------------------------
 
 
-def cache_file(config: Mapping[str, Any], attention: str) -> Path:
+def verdict_file(config: Mapping[str, Any], attention: str) -> Path:
     """Where the verdict on a configuration is kept."""
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
     versions = [hocket.__version__, *(_version(name) for name in ("transformers", "torch"))]
@@ -144,7 +144,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def read(file: Path | None) -> ProxyVerdict:
+def read_verdict(file: Path | None) -> ProxyVerdict:
     """The verdict in a file; an empty one where there is none."""
     if file is None:
         return ProxyVerdict()
@@ -154,7 +154,7 @@ def read(file: Path | None) -> ProxyVerdict:
         return ProxyVerdict()
 
 
-def write(file: Path | None, found: ProxyVerdict) -> None:
+def write_verdict(file: Path | None, found: ProxyVerdict) -> None:
     """Keep a verdict; a folder that cannot be written to is passed over."""
     if file is None:
         return

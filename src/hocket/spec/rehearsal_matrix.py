@@ -143,7 +143,7 @@ class MatrixJob:
         return f"hocket rehearse {model} {' '.join(words)}"
 
 
-def cases() -> Iterator[MatrixJob]:
+def matrix_jobs() -> Iterator[MatrixJob]:
     """The whole matrix.
 
     Each layout without a pipeline is under every option; each with a pipeline is under every
@@ -162,7 +162,7 @@ def cases() -> Iterator[MatrixJob]:
                 yield MatrixJob(model=model, layout=layout, schedule=schedule, option=option)
 
 
-CASES = tuple(cases())
+CASES = tuple(matrix_jobs())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def warn(old: str, new: str, *, stacklevel: int = 3) -> None:
     )
 
 
-def options(
+def present_options(
     values: Mapping[str, Value], known: Collection[str], *, spelled: Callable[[str], str] = str
 ) -> dict[str, Value]:
     """Options by their present names, with a warning for each old one; synonyms without.
@@ -96,7 +96,7 @@ def options(
     return found
 
 
-def stored(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def stored_options(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Options of a file that a previous release wrote, by their present names."""
     return {_successor(name, known): value for name, value in values.items()}
 

@@ -73,23 +73,23 @@ def from_table(kind: type[Kind], table: Any, what: str) -> Kind:
     if missing:
         raise OptionError(f"{what} has no {', '.join(missing)}")
     values = {
-        name: checked(str(fields[name].type), value, f"{name} of {what}")
+        name: checked_value(str(fields[name].type), value, f"{name} of {what}")
         for name, value in table.items()
     }
     return kind(**values)
 
 
-def checked(annotation: str, value: Any, what: str) -> Any:
+def checked_value(annotation: str, value: Any, what: str) -> Any:
     """`value` as the annotation wants it. Raises OptionError."""
     if annotation.startswith("tuple["):
         inside = annotation[len("tuple[") : -1].removesuffix(", ...")
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise OptionError(f"{what} is {_short(value)}; it must be a list")
-        return tuple(checked(inside, one, what) for one in value)
+        return tuple(checked_value(inside, one, what) for one in value)
     return _KINDS[annotation](value, what)
 
 
-def typed(kind: type, values: Mapping[str, Any]) -> None:
+def require_types(kind: type, values: Mapping[str, Any]) -> None:
     """Reject a value that is not of its field's type, where that is a plain one or holds such.
 
     Plain are `int`, `float` (a whole number will do), `str`, `bool`, and any of these or None;

@@ -32,7 +32,7 @@ from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
 from hocket.spec.options_file import toml
-from hocket.spec.rows import typed
+from hocket.spec.rows import require_types
 from hocket.spec.serving import ServeOptions
 
 VERSION = 1
@@ -291,12 +291,12 @@ def from_dict(kind: type[T], values: dict[str, Any]) -> T:
         OptionError: so, or a value is not of its field's type.
     """
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    values = renamed.stored(values, names)
+    values = renamed.stored_options(values, names)
     for key in values:
         if key not in names:
             message, hint = unknown("key", key, names)
             raise OptionError(message, hint=hint)
-    typed(kind, values)
+    require_types(kind, values)
     return kind(**values)
 
 

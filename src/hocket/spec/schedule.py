@@ -174,7 +174,7 @@ class Schedule:
         )
 
 
-def board(ranks: Sequence[Sequence[Action]], mark: Collection[tuple[int, int]] = ()) -> str:
+def schedule_text(ranks: Sequence[Sequence[Action]], mark: Collection[tuple[int, int]] = ()) -> str:
     """The whole schedule, rank by step, with the cells in `mark` (rank, step) between arrows."""
     cells = [[str(a) for a in line] for line in ranks]
     for rank, step in mark:

@@ -73,7 +73,7 @@ class ServedCheck:
     @property
     def limit(self) -> float:
         """The largest difference that counts as equal, in nats."""
-        return limit(self.scale, self.rounding)
+        return equal_limit(self.scale, self.rounding)
 
     @property
     def ok(self) -> bool:
@@ -81,7 +81,7 @@ class ServedCheck:
 
     @property
     def ratio(self) -> float | None:
-        """The largest difference relative to `limit`; None where one is not finite."""
+        """The largest difference relative to `equal_limit`; None where one is not finite."""
         found = [one.difference / self.limit for one in self.comparisons if self.limit]
         return max(found) if found and all(map(math.isfinite, found)) else None
 
@@ -114,6 +114,6 @@ class ServedCheck:
         )
 
 
-def limit(scale: float, rounding: float = 0.0) -> float:
+def equal_limit(scale: float, rounding: float = 0.0) -> float:
     """The largest difference of a log-probability that counts as equal, in nats."""
     return max(TOLERANCE * scale, 2 * rounding if rounding <= LARGEST_ROUNDING * scale else 0.0)

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.files import MALFORMED, parse_json
-from hocket.spec.rows import typed
+from hocket.spec.rows import require_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ def _read(
 
 def _row(kind: type[Row], values: dict[str, Any]) -> Row:
     """A dataclass from a table, each plain value of its type and finite. Raises ValueError."""
-    typed(kind, values)
+    require_types(kind, values)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.models.lora import peft_config, saved_name
-from hocket.models.skeleton import build as build_skeleton
-from hocket.models.source import of_run
+from hocket.models.skeleton import build_skeleton
+from hocket.models.source import run_source
 from hocket.spec.run import RunSpec
 from hocket.spec.tensor_file import TensorEntry, write_tensors
-from hocket.training.export import appearing, of_ranks, opened, refuse_other
+from hocket.training.export import appearing, checkpoint_opened, of_ranks, refuse_other
 
 if TYPE_CHECKING:
     from hocket.runtime.parallel import Parallel
@@ -31,7 +31,7 @@ def adapter_of_checkpoint(checkpoint: Path, to: Path, spec: RunSpec) -> Path:
     """
     refuse_occupied(to)
     with appearing(to) as aside:
-        with opened(checkpoint) as whole:
+        with checkpoint_opened(checkpoint) as whole:
             names = sorted(whole.names())
             entries = [
                 TensorEntry(
@@ -43,7 +43,7 @@ def adapter_of_checkpoint(checkpoint: Path, to: Path, spec: RunSpec) -> Path:
             ]
             tensors: Any = (whole.tensor(name) for name in names)
             write_tensors(aside / WEIGHTS, entries, tensors, {"format": "pt"})
-        source = of_run(spec)
+        source = run_source(spec)
         skeleton = build_skeleton(source.config, code=source.code)
         config = peft_config(skeleton, spec.options, spec.weights)
         if source.repo is not None:  # by its name, so that it is found on any machine

@@ -10,7 +10,7 @@ from hocket.spec.run import RunFolder, write_text
 from hocket.training.build import RankJob, dtype_of
 
 
-def write(folder: RunFolder, job: RankJob, *, packed: bool) -> None:
+def write_attention(folder: RunFolder, job: RankJob, *, packed: bool) -> None:
     """Name the kernels; a warning where a configuration lacks what that takes: a report does not
     end a run.
 

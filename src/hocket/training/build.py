@@ -24,13 +24,13 @@ from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
-from hocket.models.skeleton import build as build_skeleton
-from hocket.models.source import ModelSource, of_run
+from hocket.models.skeleton import build_skeleton
+from hocket.models.source import ModelSource, run_source
 from hocket.models.weights import Weights
 from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.base_4bit import quantize_base
 from hocket.runtime.context_parallel import whole_rows
-from hocket.runtime.device import claim, pick_backend, pick_device
+from hocket.runtime.device import claim_device, pick_backend, pick_device
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.lora import Lora, adapt
 from hocket.runtime.mesh import Axis, Mesh
@@ -92,7 +92,7 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         raise OptionError("--emulate-links joins ranks of one machine, these are on several")
     wanted = context.device_kind if options.device == "auto" else options.device
     device = pick_device(wanted, context.local_rank)
-    for text in claim(device):
+    for text in claim_device(device):
         context.emit({"event": "note", "text": f"rank {context.rank}: {text}"})
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if spec.workload.dtype == "fp32" else "high")
@@ -160,7 +160,7 @@ def build_model(
     """
     options = spec.options
     dtype = dtype_of(spec.workload.dtype)
-    source = of_run(spec)
+    source = run_source(spec)
     skeleton = build_skeleton(
         source.config,
         attention=options.attention,
@@ -223,7 +223,7 @@ def build_model(
     for each in weights:
         each.close()
     if spec.layout.offloads("activations"):
-        offload(parallel)
+        offloaded_to_host(parallel)
     if options.compile:
         for stage in parallel.stages:
             compile_blocks(stage.module, plan)
@@ -231,7 +231,7 @@ def build_model(
     return source, skeleton, plan, parallel
 
 
-def build(
+def build_rank_job(
     spec: RunSpec,
     context: RankContext,
     schedule: Schedule | None = None,
@@ -269,7 +269,7 @@ def keep_gradients(parallel: Parallel, options: TrainOptions) -> None:
         parameter.grad_dtype = dtype_of(options.grad_dtype)
 
 
-def offload(parallel: Parallel, **more: Any) -> list[SavedOnHost]:
+def offloaded_to_host(parallel: Parallel, **more: Any) -> list[SavedOnHost]:
     """Keep in host memory what layers save for backward; `more` as `SavedOnHost`. After
     `finish`."""
     found = []

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from hocket.models.disk_tensor import DiskTensor
 from hocket.runtime.checkpoint import CheckpointWorld
 from hocket.runtime.device import pick_device
-from hocket.spec.check import CheckReport, merge, value_limit
+from hocket.spec.check import CheckReport, merged_report, value_limit
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.optimizer import Optimizer
-from hocket.training.reference import global_batch, microbatches, num_tokens, write_reference
+from hocket.training.reference import global_batch, num_tokens, rank_microbatches, write_reference
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 STEPS = 3
 
 
-def reference(context: RankContext, payload: Mapping[str, Any]) -> None:
+def run_reference(context: RankContext, payload: Mapping[str, Any]) -> None:
     """Run the steps in one process and write them down.
 
     Args:
@@ -59,18 +59,18 @@ def reference(context: RankContext, payload: Mapping[str, Any]) -> None:
     context.emit({"event": "reference", "folder": str(folder)})
 
 
-def compare(context: RankContext, payload: Mapping[str, Any]) -> None:
+def compare_steps(context: RankContext, payload: Mapping[str, Any]) -> None:
     """Run the steps on a layout and compare; rank 0 emits `{"event": "check", "report": ...}`.
 
     Args:
         context: of the layout's world.
-        payload: as for `reference`, and `schedule` (its text) where there are several stages.
+        payload: as for `run_reference`, and `schedule` (its text) where there are several stages.
     """
-    from hocket.training.build import build
+    from hocket.training.build import build_rank_job
 
     spec = RunSpec.from_json(payload["spec"])
     schedule = Schedule.parse(payload["schedule"]) if "schedule" in payload else None
-    job = build(spec, context, schedule, labels_shifted=False)
+    job = build_rank_job(spec, context, schedule, labels_shifted=False)
     report = compare_layout(
         spec, job.parallel, job.optimizer, Path(payload["folder"]), int(payload.get("steps", STEPS))
     )
@@ -130,7 +130,7 @@ def compare_layout(
         batch = global_batch(spec, step)
         parts = [
             {key: value.to(mesh.device) for key, value in part.items()}
-            for part in microbatches(spec, batch, data_rank)
+            for part in rank_microbatches(spec, batch, data_rank)
         ]
         loss = parallel.forward_backward(parts, num_tokens(batch))
         norm = parallel.clip_grad_norm(0.0)
@@ -151,7 +151,9 @@ def compare_layout(
     if mesh.rank:
         return None
     ranks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(world.size)]
-    return merge(known, ranks, model=spec.model, layout=str(spec.layout), lr=spec.options.lr)
+    return merged_report(
+        known, ranks, model=spec.model, layout=str(spec.layout), lr=spec.options.lr
+    )
 
 
 class _Rank:

@@ -25,10 +25,10 @@ from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.spec.units import parse_bytes
 from hocket.training import timeline
-from hocket.training.build import RankJob, build
+from hocket.training.build import RankJob, build_rank_job
 from hocket.training.check import compare_layout
 from hocket.training.memory import MemoryCount, of_replicas
-from hocket.training.reference import global_batch, microbatches, num_tokens
+from hocket.training.reference import global_batch, num_tokens, rank_microbatches
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -47,12 +47,12 @@ def main(context: RankContext, payload: Mapping[str, Any]) -> None:
         context: of the way's world.
         payload: `spec` (a RunSpec's JSON), `schedule` (its text), `steps` to time, `loops` of
             Python for each sequence of the loaded measurement (0: none), and `reference`, the
-            folder of `training.check.reference` (absent: equality is not checked), with
+            folder of `training.check.run_reference` (absent: equality is not checked), with
             `checked`, the steps it holds.
     """
     spec = RunSpec.from_json(payload["spec"])
     context.expect(max(LONG, spec.options.timeout))
-    job = build(spec, context, Schedule.parse(payload["schedule"]), labels_shifted=False)
+    job = build_rank_job(spec, context, Schedule.parse(payload["schedule"]), labels_shifted=False)
     report = None
     if "reference" in payload:
         report = compare_layout(
@@ -64,7 +64,7 @@ def main(context: RankContext, payload: Mapping[str, Any]) -> None:
     if payload.get("loops"):
         loaded = way.timed(int(payload["steps"]), loops=int(payload["loops"]))
         found["loaded_seconds"] = loaded["step_seconds"]
-    rows = timeline.gather(context, "way", found)
+    rows = timeline.gather_values(context, "way", found)
     if rows is None:
         return
     context.emit(
@@ -91,7 +91,7 @@ class _Feed:
         self._kept = [
             [
                 {key: value.to(device) for key, value in part.items()}
-                for part in microbatches(spec, global_batch(spec, step), data_rank)
+                for part in rank_microbatches(spec, global_batch(spec, step), data_rank)
             ]
             for step in range(1, _KEPT + 1)
         ]

@@ -68,7 +68,9 @@ def format_of(fields: Collection[str]) -> str:
     return COMPLETION if any(pair <= set(fields) for pair in pairs) else TEXT
 
 
-def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | PromptAnswer:
+def read_conversation(
+    record: Mapping[str, Any], kind: str, where: str
+) -> Conversation | PromptAnswer:
     """A record as a conversation or a pair.
 
     Args:

@@ -27,19 +27,25 @@ from hocket.spec.errors import DataError
 from hocket.training import data_paths, data_sources, mixture
 from hocket.training.conversation import TEXT
 from hocket.training.corrupt import CorruptRecords
-from hocket.training.documents import Document, documents, kinds
+from hocket.training.documents import Document, source_kinds, split_documents
 from hocket.training.packed_files import DocumentCounts, arrange, flags_file, write_aside
 from hocket.training.packed_files import held_out as held_out_documents
 from hocket.training.packing import ACROSS, DOCUMENTS
-from hocket.training.token_files import BATCH_CHARACTERS, Dtype, choose, split, write
-from hocket.training.token_manifest import TRAIN, VALID, VERSION, Tokens, verify
+from hocket.training.token_files import (
+    BATCH_CHARACTERS,
+    Dtype,
+    choose_held_out,
+    split_tokens,
+    write_tokens,
+)
+from hocket.training.token_manifest import TRAIN, VALID, VERSION, Tokens, verify_tokens
 from hocket.training.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from hocket.models.chat_template import ChatTemplates
 
 
-def prepare(
+def prepare_data(
     folder: Path | str,
     tokenizer: Tokenizer,
     paths: Sequence[str | os.PathLike[str]],
@@ -73,7 +79,7 @@ def prepare(
         packing: None: `across` for text, `documents` where there is anything else.
         templates: of chats. chat_template: the file that they are from, where it is not the
             tokenizer's own; it is copied beside the tokens.
-        streaming: as `data_paths.find`.
+        streaming: as `data_paths.find_sources`.
         max_corrupt_records: records that cannot be read and are skipped, in all sources together.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
@@ -85,12 +91,14 @@ def prepare(
     weights = mixture.weights_of(paths)
     mixture.reject_weights(eval_paths)
     slots = mixture.slots_of(weights) if weights else ()
-    each = [data_paths.find([path], streaming=streaming).sources for path in paths]
+    each = [data_paths.find_sources([path], streaming=streaming).sources for path in paths]
     sources = [source for some in each for source in some]
     listed = tuple((source.shown, source.kind, source.bytes) for source in sources)
     stamps = [(*row, source.stamp) for row, source in zip(listed, sources, strict=True)]
-    held_out = data_paths.find(eval_paths, streaming=streaming).sources if eval_paths else ()
-    held = [*kinds(sources, data_format), *kinds(held_out, data_format)]
+    held_out = (
+        data_paths.find_sources(eval_paths, streaming=streaming).sources if eval_paths else ()
+    )
+    held = [*source_kinds(sources, data_format), *source_kinds(held_out, data_format)]
     listed_out = tuple((source.shown, source.kind, source.bytes) for source in held_out)
     stamps += [(*row, s.stamp) for row, s in zip(listed_out, held_out, strict=True)]
     plain = set(held) <= {TEXT}
@@ -131,7 +139,7 @@ def prepare(
             if plain and packing == ACROSS:
                 return making.stream(text_field)
             of_train, of_valid = (
-                documents(
+                split_documents(
                     these, [kind_of[id(one)] for one in these], tokenizer, templates,
                     text_field=text_field, passed=making.passed, corrupt=corrupt,
                 )
@@ -177,11 +185,13 @@ def prepare(
         if chat_template is not None:  # the exported model brings what it was trained on
             shutil.copyfile(file_of(str(chat_template)), folder / "chat_template.jinja")
         tokens = tokens.save(folder)
-    check(tokens, seq_len=seq_len, global_batch=global_batch, model_vocab_size=model_vocab_size)
+    check_tokens(
+        tokens, seq_len=seq_len, global_batch=global_batch, model_vocab_size=model_vocab_size
+    )
     return tokens
 
 
-def check(
+def check_tokens(
     tokens: Tokens, *, seq_len: int, global_batch: int, model_vocab_size: int | None = None
 ) -> None:
     """Refuse tokens that are too few for one step or too large for the model (DataError)."""
@@ -255,11 +265,11 @@ class _Making:
         """Documents one after the other, without flags; counts for the manifest."""
         try:
             texts = _counted(self.sources, text_field, self.progress, self.corrupt)
-            lengths, largest = write(self._aside, texts, self.tokenizer, self.dtype)
+            lengths, largest = write_tokens(self._aside, texts, self.tokenizer, self.dtype)
             self._require(self.sources, lengths)
             if self.held_out:
                 texts = _counted(self.held_out, text_field, None, self.corrupt)
-                apart, other = write(self._beside, texts, self.tokenizer, self.dtype)
+                apart, other = write_tokens(self._beside, texts, self.tokenizer, self.dtype)
                 self._require(self.held_out, apart, self.seq_len + 1)
                 largest = max(largest, other)
                 counts = {
@@ -269,8 +279,8 @@ class _Making:
                     "valid_documents": len(apart),
                 }
             else:
-                chosen = choose(lengths, self.share, self.seed, self.seq_len)
-                counts = split(
+                chosen = choose_held_out(lengths, self.share, self.seed, self.seq_len)
+                counts = split_tokens(
                     self._aside, self._beside, lengths, chosen,
                     dtype=self.dtype, share=self.share, seq_len=self.seq_len,
                 )  # fmt: skip
@@ -372,7 +382,7 @@ def _existing(folder: Path, key: str, seq_len: int) -> Tokens | None:
         tokens = Tokens.load(folder)
         if tokens.key != key or tokens.files is None:
             return None
-        verify(folder, seq_len)
+        verify_tokens(folder, seq_len)
     except DataError:
         return None
     return tokens
@@ -411,7 +421,7 @@ def _counted(
     total, done = sum(s.bytes for s in sources), 0
     for source in sources:
         read = said = 0
-        for text in data_sources.documents([source], text_field, corrupt):
+        for text in data_sources.source_documents([source], text_field, corrupt):
             yield text
             read += len(text)
             if progress is not None and read - said >= BATCH_CHARACTERS:

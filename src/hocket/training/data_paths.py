@@ -111,7 +111,7 @@ class Source:
     def opened(self) -> IO[Any]:
         """The file's bytes. Raises DataError, OSError."""
         if self.streaming and self.repo is not None:
-            file: IO[Any] = hub.opened(self.repo, self.name)
+            file: IO[Any] = hub.hub_file_opened(self.repo, self.name)
             return file
         return self.here().open("rb")
 
@@ -129,7 +129,7 @@ class Selection:
     notices: tuple[str, ...] = ()
 
 
-def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) -> Selection:
+def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) -> Selection:
     """The sources behind some paths.
 
     Args:
@@ -149,7 +149,7 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
         given = unweighted(weighted)[0]
         path, split, limit = _selected(given)
         if not os.fspath(given) or not path.exists():
-            data = hub_data.parse(os.fspath(given)) if not _looks_like_a_file(path) else None
+            data = hub_data.parse_data(os.fspath(given)) if not _looks_like_a_file(path) else None
             if data is not None:
                 source, notice = _of_hub(data, streaming)
                 sources.append(source)
@@ -191,7 +191,7 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
     return Selection(tuple(sources), tuple(notices))
 
 
-def expanded(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+def expanded_paths(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     """The paths, with the files that a pattern (`*`, `?`, `[ab]`, `**`) matches in its place, by
     name.
 
@@ -221,7 +221,7 @@ def expanded(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def pinned(given: str | os.PathLike[str]) -> str:
+def pinned_path(given: str | os.PathLike[str]) -> str:
     """A path that holds from any working folder; of a data set of the Hub its id at the commit.
 
     Raises:
@@ -229,7 +229,7 @@ def pinned(given: str | os.PathLike[str]) -> str:
     """
     plain, weight = unweighted(given)
     path, _, _ = _selected(plain)
-    if not path.exists() and not _looks_like_a_file(path) and hub_data.parse(plain):
+    if not path.exists() and not _looks_like_a_file(path) and hub_data.parse_data(plain):
         return fixed(given)
     return os.fspath(path.resolve()) + plain.removeprefix(os.fspath(path)) + _colon(weight)
 
@@ -244,14 +244,14 @@ def fixed(given: str | os.PathLike[str]) -> str:
     path, _, _ = _selected(plain)
     if path.exists() or _looks_like_a_file(path):
         return os.fspath(given)
-    data = hub_data.parse(plain)
-    return os.fspath(given) if data is None else str(hub_data.pinned(data)) + _colon(weight)
+    data = hub_data.parse_data(plain)
+    return os.fspath(given) if data is None else str(hub_data.pinned_data(data)) + _colon(weight)
 
 
-def local(given: str) -> str:
-    """As `pinned`, without asking the Hub: a name there stays as it is given."""
+def local_path(given: str) -> str:
+    """As `pinned_path`, without asking the Hub: a name there stays as it is given."""
     plain, _ = unweighted(given)
-    return pinned(given) if _selected(plain)[0].exists() else given
+    return pinned_path(given) if _selected(plain)[0].exists() else given
 
 
 def _colon(weight: str) -> str:

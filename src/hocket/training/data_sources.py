@@ -23,7 +23,7 @@ from hocket.training.data_paths import Source, compression, suffix_of
 from hocket.training.hub_data import TRAIN
 
 
-def documents(
+def source_documents(
     sources: Iterable[Source], text_field: str = "text", corrupt: CorruptRecords | None = None
 ) -> Iterator[str]:
     """Every document with some text in it, source by source.
@@ -39,10 +39,10 @@ def documents(
         try:
             if source.limit is not None:
                 field = "text" if source.parts[0].kind == "text" else text_field
-                for record, where in records(source, corrupt):
+                for record, where in source_records(source, corrupt):
                     yield from _field(source, field, record, where, corrupt)
             elif source.kind == "files":
-                yield from documents(source.parts, text_field, corrupt)
+                yield from source_documents(source.parts, text_field, corrupt)
             elif source.kind == "text":
                 yield from _text(source)
             elif source.kind == "json":
@@ -71,13 +71,13 @@ def fields(source: Source) -> frozenset[str]:
         return frozenset()
 
 
-def records(
+def source_records(
     source: Source, corrupt: CorruptRecords | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Every record of a source, and where it is there; of a text file its text, as a record.
 
     Args:
-        corrupt: as `documents`.
+        corrupt: as `source_documents`.
 
     Raises:
         DataError: a file that cannot be read, or a record that is no object.
@@ -85,7 +85,7 @@ def records(
     corrupt = corrupt or CorruptRecords()
     if source.kind == "files":
         yield from itertools.islice(
-            (one for part in source.parts for one in records(part, corrupt)), source.limit
+            (one for part in source.parts for one in source_records(part, corrupt)), source.limit
         )
         return
     try:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hocket.training.data import check, num_samples
+from hocket.training.data import check_tokens, num_samples
 from hocket.training.mixture import MixedSource, Mixture
-from hocket.training.mixture import text as mixture_text
+from hocket.training.mixture import mixture_lines as mixture_text
 from hocket.training.order import permuted
 from hocket.training.packed_files import BEGINS, LEARNED, flags_file
 from hocket.training.packing import ACROSS
@@ -170,7 +170,7 @@ def open_dataset(
     tokens.require_sizes(folder, seq_len)
     kind = TokenDataset if tokens.packing == ACROSS else RowDataset
     mixed = tokens.mixture if name == TRAIN else ()
-    check(tokens, seq_len=seq_len, global_batch=1)
+    check_tokens(tokens, seq_len=seq_len, global_batch=1)
     return kind(folder / name, tokens.dtype, seq_len, seed, flags=tokens.flags, mixed=mixed)
 
 

@@ -47,7 +47,7 @@ class Document:
     learned: Learned | None = None
 
 
-def kinds(sources: Sequence[Source], data_format: str) -> list[str]:
+def source_kinds(sources: Sequence[Source], data_format: str) -> list[str]:
     """What each source holds: `text`, `chat` or `completion`.
 
     `auto` asks the fields of the first record; a format that is named holds for all that is not
@@ -84,7 +84,7 @@ def templates_of(
     return found
 
 
-def documents(
+def split_documents(
     sources: Sequence[Source],
     held: Sequence[str],
     tokenizer: Tokenizer,
@@ -97,7 +97,7 @@ def documents(
     """Every document of some sources, in their order.
 
     Args:
-        held: what each source holds (`kinds`).
+        held: what each source holds (`source_kinds`).
         text_field: of sources that hold text.
         passed: called with the number of characters read, as the work goes on.
         corrupt: skips records that cannot be read or rendered; None: the first raises.
@@ -110,7 +110,9 @@ def documents(
     corrupt = corrupt or CorruptRecords()
     for source, kind in zip(sources, held, strict=True):
         if kind == TEXT:
-            for texts in _batches(data_sources.documents([source], text_field, corrupt), len):
+            for texts in _batches(
+                data_sources.source_documents([source], text_field, corrupt), len
+            ):
                 for ids in tokenizer.encode_batch(texts):
                     if ids.size:
                         yield Document(np.concatenate([ids, np.array(end, np.uint32)]))
@@ -139,10 +141,10 @@ def _rendered(
     source: Source, kind: str, templates: ChatTemplates | None, corrupt: CorruptRecords
 ) -> Iterator[Rendered]:
     """(text, learned spans, whether begin and end tokens are still to be added) of each record."""
-    for record, place in data_sources.records(source, corrupt):
+    for record, place in data_sources.source_records(source, corrupt):
         where = f"data {source.path}, {place}"
         try:
-            found: Conversation | PromptAnswer = conversation.read(record, kind, where)
+            found: Conversation | PromptAnswer = conversation.read_conversation(record, kind, where)
         except DataError as error:
             corrupt.skip(error)
             continue

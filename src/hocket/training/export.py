@@ -79,7 +79,7 @@ def export_checkpoint(
 
     refuse_occupied(to)
     with appearing(to) as aside:
-        with opened(checkpoint) as whole:
+        with checkpoint_opened(checkpoint) as whole:
             names = SavedNames(dict(files.config), code=files.code)
             dtype = _write_weights(aside, whole, names, shard_bytes)
         _write_files(aside, files, names.skeleton, dtype)
@@ -137,7 +137,7 @@ def appearing(to: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def opened(checkpoint: Path) -> Iterator[Whole]:
+def checkpoint_opened(checkpoint: Path) -> Iterator[Whole]:
     """A checkpoint's whole parameters, for as long as its files are open."""
     manifest = words.read_manifest(checkpoint)
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Faults: failures that a rank of a training job brings on itself, for tests and `hocket chaos`.
 
 A fault is plain data: kind, rank, step, phase, and the number of attempts in which it happens. A
-job has none unless its caller gives them to `jobs.train.train`.
+job has none unless its caller gives them to `jobs.train.train_model`.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ def _cut_newest(checkpoints: Path, place: float) -> None:
 
 
 def _within_newest(checkpoints: Path, place: float | None) -> tuple[Path | None, int]:
-    from hocket.spec.checkpoint import candidates
+    from hocket.spec.checkpoint import resumable_checkpoints
 
-    newest = next(candidates(checkpoints), None)
+    newest = next(resumable_checkpoints(checkpoints), None)
     if newest is None:
         return None, 0
     files = sorted(newest.glob("rank-*.safetensors"))

@@ -61,7 +61,7 @@ def selected(text: str) -> tuple[str, str | None, int | None]:
     return match["base"], match["split"], limit
 
 
-def parse(text: str) -> DataId | None:
+def parse_data(text: str) -> DataId | None:
     """The part of a data set that a text names, None where it names none, as a path does not.
 
     Raises:
@@ -69,7 +69,7 @@ def parse(text: str) -> DataId | None:
     """
     text = text.removeprefix("hf://datasets/")
     if "://" in text:
-        repo = repo_id.parse(text, repo_id.DATASET)
+        repo = repo_id.parse_repo(text, repo_id.DATASET)
         return None if repo is None else DataId(repo)
     revision = None
     pinned_at = _REVISION.fullmatch(text)
@@ -79,7 +79,7 @@ def parse(text: str) -> DataId | None:
     owner_name, subset = base, None
     if base.count("/") == 2:
         owner_name, _, subset = base.rpartition("/")
-    repo = repo_id.parse(
+    repo = repo_id.parse_repo(
         owner_name if revision is None else f"{owner_name}@{revision}", repo_id.DATASET
     )
     if repo is None or subset == "":
@@ -87,7 +87,7 @@ def parse(text: str) -> DataId | None:
     return DataId(repo, subset, split or TRAIN, limit)
 
 
-def pinned(data: DataId) -> DataId:
+def pinned_data(data: DataId) -> DataId:
     """The same at the commit that its revision is now. Raises DataError."""
     return data if data.repo.commit else dataclasses.replace(data, repo=_at_commit(data.repo)[0])
 

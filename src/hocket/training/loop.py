@@ -153,7 +153,7 @@ class Loop:
             metrics = TrainingMetrics(
                 self.folder.metrics_file,
                 done=self.done,
-                trackers=trackers.of_run(self.spec, self.folder.path, done=self.done),
+                trackers=trackers.run_trackers(self.spec, self.folder.path, done=self.done),
             )
         try:
             self._say(event="phase", name="training")
@@ -207,7 +207,7 @@ class Loop:
             if counted:
                 self._gather_memory()
                 if self.leads and self.cuda:
-                    attention_file.write(self.folder, self.job, packed=self.inputs.packed)
+                    attention_file.write_attention(self.folder, self.job, packed=self.inputs.packed)
             pause = self._evaluates(step) or self.saves.due(step) or step in recorded
             unread.append(reading)
             if underway is not None:  # this step's work is queued behind it
@@ -223,7 +223,7 @@ class Loop:
             self.done = step
             if step == min(first + 3, steps):
                 self._say_note(
-                    stop_bound.of_run(
+                    stop_bound.stop_bound_of(
                         self.context,
                         self.folder.path,
                         TrainedParameters(self.parallel),
@@ -394,7 +394,7 @@ class Loop:
         return loss
 
     def _write_timeline(self, step: int, *, later: bool) -> None:
-        found = timeline.write(
+        found = timeline.write_timeline(
             self.folder, self.context, self.job.mesh, step, self.memory_bytes, later=later
         )
         if found is not None and not later:
@@ -414,7 +414,7 @@ class Loop:
             self._memory.require(max(each.total for each in found))
             rows: list[Any] | None = [each.to_json() for each in found]
         else:
-            rows = timeline.gather(self.context, "memory", memory.to_json())
+            rows = timeline.gather_values(self.context, "memory", memory.to_json())
         if rows is not None:
             self.memory_bytes = [row["total"] for row in rows]
             write_text(self.folder.memory_file, json.dumps(rows))

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.models.plans import plan_for
 from hocket.models.rows import one_sequence_each
-from hocket.models.skeleton import build as build_skeleton
-from hocket.models.source import of_run
+from hocket.models.skeleton import build_skeleton
+from hocket.models.source import run_source
 from hocket.models.trace.grouped import GroupedProducts
 from hocket.runtime.base_4bit import quantize_base
 from hocket.runtime.lora import adapt
@@ -113,7 +113,7 @@ class _Silent(_ProcessGroup):
         return _Received(self)
 
 
-def forecast(spec: RunSpec, schedule: Schedule | None) -> list[MemoryBytes]:
+def forecast_memory(spec: RunSpec, schedule: Schedule | None) -> list[MemoryBytes]:
     """What each rank will hold at the worst moment of its first step, by rank.
 
     Args:
@@ -143,7 +143,7 @@ def _uneven(spec: RunSpec, layout: Layout) -> bool:
 
 def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> MemoryBytes:
     layout, options, workload = spec.layout, spec.options, spec.workload
-    source = of_run(spec)
+    source = run_source(spec)
     skeleton = build_skeleton(
         source.config,
         attention=options.attention,

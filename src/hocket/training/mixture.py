@@ -168,7 +168,7 @@ class Mixture:
         return tuple(cycles * n + int(k) for n, k in zip(self.slots, partial, strict=True))
 
 
-def text(sources: Sequence[MixedSource], sizes: Sequence[int], samples: int) -> str:
+def mixture_lines(sources: Sequence[MixedSource], sizes: Sequence[int], samples: int) -> str:
     """One line for each source: share, samples drawn in a run of so many, and epochs."""
     mixture = Mixture([one.slots for one in sources], sizes, seed=0)  # which moves few of them
     lines = []

@@ -70,7 +70,7 @@ class Skips:
             "loss": own is not None and not bool(torch.isfinite(own)),
             "name": next(bad, None),
         }
-        rows = timeline.gather(self._context, f"not finite/{step}", mine)
+        rows = timeline.gather_values(self._context, f"not finite/{step}", mine)
         if rows is None:
             return ""
         losses = [rank for rank, row in enumerate(rows) if row["loss"]]

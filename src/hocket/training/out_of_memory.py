@@ -21,8 +21,8 @@ from hocket.runtime.memory_report import (
     OwnedBytes,
     activations,
     device_state,
+    out_of_memory_report,
     owner_of,
-    report,
     unnamed,
 )
 from hocket.spec.errors import RankMemoryError
@@ -35,7 +35,7 @@ OTHER = "more ranks: a layout with a larger pp or tp"
 """The hint where no change of the layout frees anything."""
 
 
-def owners(job: RankJob, allocated: int) -> list[OwnedBytes]:
+def job_owners(job: RankJob, allocated: int) -> list[OwnedBytes]:
     """Who holds the memory of the job's device; `allocated` in all, 0 if that is not known."""
     device = job.mesh.device
     seen: set[int] = set()
@@ -58,7 +58,7 @@ def owners(job: RankJob, allocated: int) -> list[OwnedBytes]:
     return [*found, activations(found, allocated, seen, device)]
 
 
-def remedies(
+def job_remedies(
     layout: Layout, found: Iterable[OwnedBytes], num_layers: int, rows: int
 ) -> list[tuple[Layout, int]]:
     """Changes of a layout and about how many bytes each frees on this rank, the most first.
@@ -95,7 +95,9 @@ def remedies(
     return [(changed, int(saved)) for changed, saved in options if saved >= 1]
 
 
-def explain(error: BaseException, job: RankJob, folder: Path | None = None) -> RankMemoryError:
+def explained_out_of_memory(
+    error: BaseException, job: RankJob, folder: Path | None = None
+) -> RankMemoryError:
     """A job's out-of-memory error as one that says what to do. Called where `error` is handled:
     its frames still hold what was alive.
 
@@ -103,7 +105,7 @@ def explain(error: BaseException, job: RankJob, folder: Path | None = None) -> R
     """
     mesh, spec = job.mesh, job.spec
     state = device_state(error, mesh.device)
-    found = owners(job, state.allocated)
+    found = job_owners(job, state.allocated)
     stages = job.plan.stages
     layers = 0
     if stages is not None:
@@ -116,6 +118,6 @@ def explain(error: BaseException, job: RankJob, folder: Path | None = None) -> R
         with contextlib.suppress(Exception):  # a picture more or less
             dump: Any = torch.cuda.memory._dump_snapshot
             dump(str(folder / f"memory-rank-{mesh.rank}.pickle"))
-    changes = remedies(layout, found, layers, rows)
+    changes = job_remedies(layout, found, layers, rows)
     fixes = [(f"--layout {changed}", saved) for changed, saved in changes]
-    return report(mesh.rank, state, found, fixes, OTHER)
+    return out_of_memory_report(mesh.rank, state, found, fixes, OTHER)

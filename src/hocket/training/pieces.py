@@ -37,7 +37,7 @@ def pieces_of(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def piece_groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     """Pieces in runs of some million characters."""
     together: list[tuple[int, str]] = []
     size = 0

@@ -13,10 +13,10 @@ import torch
 
 from hocket.spec import downloads
 from hocket.spec.run import RunFolder
-from hocket.training.build import build, read_schedule
+from hocket.training.build import build_rank_job, read_schedule
 from hocket.training.faults import Faults
 from hocket.training.loop import LONG, Loop
-from hocket.training.out_of_memory import explain
+from hocket.training.out_of_memory import explained_out_of_memory
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -40,7 +40,7 @@ def reading_shown(context: RankContext) -> Iterator[None]:
             }
         )  # fmt: skip
 
-    with downloads.shown(tell) if context.rank == 0 else contextlib.nullcontext():
+    with downloads.download_listener(tell) if context.rank == 0 else contextlib.nullcontext():
         yield
 
 
@@ -68,8 +68,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     faults.at("build")
     random.seed(spec.options.seed)  # which a model's own code may draw from
     with reading_shown(context):
-        job = build(spec, context, read_schedule(folder.schedule_file))
+        job = build_rank_job(spec, context, read_schedule(folder.schedule_file))
     try:
         Loop(job, folder, context, faults).run()
     except torch.OutOfMemoryError as error:
-        raise explain(error, job, folder.path) from error
+        raise explained_out_of_memory(error, job, folder.path) from error

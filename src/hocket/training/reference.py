@@ -32,7 +32,7 @@ from hocket.models.dimensions import dimensions
 from hocket.models.lora import peft_model, plain_name
 from hocket.models.own_loss import shifts_labels, takes_labels
 from hocket.models.plans.router import router_loss
-from hocket.models.source import of_run
+from hocket.models.source import run_source
 from hocket.runtime.base_4bit import load_library
 from hocket.runtime.lora import initial
 from hocket.runtime.rank_state import DTYPES
@@ -77,7 +77,7 @@ def num_tokens(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def documents_of(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def _row_documents(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """The documents of a packed batch, each as a batch of one row, [1, tokens]."""
     for row, positions in enumerate(batch["position_ids"]):
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
@@ -90,7 +90,7 @@ def _vocab_size(spec: RunSpec) -> int:
     return dimensions(spec.config).vocab_size
 
 
-def microbatches(spec: RunSpec, batch: Mapping[str, Tensor], data_rank: int) -> list[Any]:
+def rank_microbatches(spec: RunSpec, batch: Mapping[str, Tensor], data_rank: int) -> list[Any]:
     """The rows of one data rank, in microbatches; under threads, of the whole batch."""
     layout = spec.layout
     replicas = 1 if layout.data_parallel == "threads" else layout.dp
@@ -110,7 +110,7 @@ def write_reference(
     """The plain model in one process: every step's gradients, values and losses, into files."""
     model = _plain(spec, device)
     loss = _OwnLoss(model, spec, device)
-    from_seed = of_run(spec).weights is None
+    from_seed = run_source(spec).weights is None
     if spec.options.quantize_base is not None:
         _in_4bit(model)
     if spec.options.lora_rank is not None:
@@ -122,7 +122,7 @@ def write_reference(
     start = {f"start/{n}": p.detach().clone() for n, p in parameters.items()}
     if from_seed or spec.options.lora_rank is not None:
         _disturb(parameters, spec.options.seed)
-    write(folder / "step-0.safetensors", {**start, **_values(parameters)})
+    save_reference(folder / "step-0.safetensors", {**start, **_values(parameters)})
     optimizer = _plain_adamw(parameters, spec)
     found: dict[str, Any] = {"losses": [], "norms": [], "largest": [], "shapes": {}}
     found["shapes"] = {n: list(p.shape) for n, p in parameters.items()}
@@ -141,7 +141,9 @@ def write_reference(
             for name, parameter in parameters.items()
             for key in STATE
         }
-        write(folder / f"step-{step}.safetensors", {**gradients, **_values(parameters), **state})
+        save_reference(
+            folder / f"step-{step}.safetensors", {**gradients, **_values(parameters), **state}
+        )
         norms = torch.stack([g.double().norm() for g in gradients.values()])
         found["norms"].append(float(norms.norm()))
         found["losses"].append(float(total))
@@ -151,10 +153,10 @@ def write_reference(
 
 def _plain(spec: RunSpec, device: torch.device | str = "cpu") -> Any:
     """The plain model in training mode, with the values that the job begins with."""
-    source = of_run(spec)
+    source = run_source(spec)
     dtype = dtype_of(spec.workload.dtype)
     whole, model = (
-        skeletons.build(
+        skeletons.build_skeleton(
             spec.config,
             attention=spec.options.attention,
             dtype=dtype,
@@ -205,7 +207,7 @@ class _OwnLoss:
         """The loss of a global batch, its gradient added to the parameters'."""
         tokens = num_tokens(batch)
         if self.packed:
-            parts = [(part, num_tokens(part) / tokens) for part in documents_of(batch)]
+            parts = [(part, num_tokens(part) / tokens) for part in _row_documents(batch)]
         else:
             chunks = {key: value.chunk(self.count) for key, value in batch.items()}
             rows = ({key: value[m] for key, value in chunks.items()} for m in range(self.count))
@@ -315,7 +317,7 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_reference(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write whole tensors by name into one safetensors file."""
     entries = [
         TensorEntry(name=n, dtype=DTYPES[t.dtype], shape=tuple(t.shape)) for n, t in tensors.items()

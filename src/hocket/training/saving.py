@@ -18,7 +18,7 @@ from hocket.runtime import collectives
 from hocket.runtime.background_save import BackgroundSaver
 from hocket.runtime.checkpoint import CheckpointWorld, Restored, load_checkpoint, save_checkpoint
 from hocket.runtime.host_copy import SHARE, HostNeed, background_fits
-from hocket.runtime.host_memory import free_memory
+from hocket.runtime.host_memory import free_host_memory
 from hocket.runtime.lora import TrainedParameters
 from hocket.runtime.rank_state import RankState
 from hocket.runtime.save_job import SaveJob
@@ -123,12 +123,12 @@ class Saves:
         return self.context.store().clone()  # type: ignore[attr-defined]
 
     def _agreed(self, num_bytes: int, peak_bytes: int) -> bool:
-        free, host = free_memory(), os.uname().nodename
+        free, host = free_host_memory(), os.uname().nodename
         limit = self.options.memory_per_rank
         if limit is not None:
             free = int(max(0, parse_bytes(limit) - peak_bytes) / SHARE)
             host += f" rank {self.context.rank}"
-        rows = timeline.gather(self.context, "host copies", [host, num_bytes, free])
+        rows = timeline.gather_values(self.context, "host copies", [host, num_bytes, free])
         key = "training/host copies fit"
         if rows is not None:
             fits = background_fits([HostNeed(*row) for row in rows])

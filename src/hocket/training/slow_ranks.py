@@ -79,7 +79,7 @@ class SlowRank:
         )
 
 
-def sample(events: Sequence[Any], step: float, input_seconds: float) -> RankSeconds:
+def rank_seconds(events: Sequence[Any], step: float, input_seconds: float) -> RankSeconds:
     """A rank's RankSeconds of the events of one step (`spec.timeline.Event`)."""
     links: dict[str, list[float]] = {}
     for one in events:
@@ -170,8 +170,8 @@ class SlowRanks:
     def after(self, step: int, input_seconds: float) -> str | None:
         """On rank 0, who is slow by the steps recorded so far, once; None: none, or the same."""
         events = self._mesh.recorder.timeline_events()
-        mine = sample(events, time.perf_counter() - self._began, input_seconds)
-        rows = timeline.gather(self._context, f"slow/{step}", dataclasses.asdict(mine))
+        mine = rank_seconds(events, time.perf_counter() - self._began, input_seconds)
+        rows = timeline.gather_values(self._context, f"slow/{step}", dataclasses.asdict(mine))
         if rows is None:
             return None
         for kept, row in zip(self._kept, rows, strict=True):

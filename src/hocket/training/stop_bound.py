@@ -42,7 +42,7 @@ def bound(num_bytes: int, rate: float, step_seconds: float, steps: int, saves: i
     return max(0.5, steps * step_seconds) + 2 * saves * num_bytes / rate + 1.0
 
 
-def of_run(
+def stop_bound_of(
     context: RankContext,
     folder: Path,
     trained: Any,
@@ -66,7 +66,7 @@ def of_run(
     states = optimizer.state_tensors().values()
     tensors = [*held, *(tensor for each in states for tensor in each.values())]
     own = sum(t.numel() * t.element_size() for t in tensors)
-    rows = timeline.gather(context, "state bytes", own)
+    rows = timeline.gather_values(context, "state bytes", own)
     if rows is None:
         return None
     try:

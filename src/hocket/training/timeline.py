@@ -47,7 +47,7 @@ def recorded_steps(options: TrainOptions, first: int) -> range:
     return range(start, min(start + count, steps + 1))
 
 
-def gather(context: RankContext, name: str, value: Any) -> list[Any] | None:
+def gather_values(context: RankContext, name: str, value: Any) -> list[Any] | None:
     """Every rank's `value` (plain data), by rank, on rank 0; None on the others.
 
     Goes through the store and not through a collective: nothing is counted, nothing waits but
@@ -64,7 +64,7 @@ def gather(context: RankContext, name: str, value: Any) -> list[Any] | None:
     return [value, *(json.loads(store.get(f"{key}/{rank}")) for rank in others)]
 
 
-def write(
+def write_timeline(
     folder: RunFolder,
     context: RankContext,
     mesh: Mesh,
@@ -81,7 +81,7 @@ def write(
         "events": [dataclasses.asdict(event) for event in mesh.recorder.timeline_events()],
         "collectives": mesh.recorder.collectives(),
     }
-    rows = gather(context, f"timeline/{step}", mine)
+    rows = gather_values(context, f"timeline/{step}", mine)
     if rows is None:
         return None
     events = [Event(**event) for row in rows for event in row["events"]]

@@ -19,7 +19,7 @@ Dtype = np.dtype[Any]
 BATCH_CHARACTERS = 4_000_000
 
 
-def write(
+def write_tokens(
     path: Path, texts: Iterable[str], tokenizer: Tokenizer, dtype: Dtype
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Write all documents one after the other; their lengths and the largest id."""
@@ -52,7 +52,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield together
 
 
-def choose(
+def choose_held_out(
     lengths: npt.NDArray[np.int64], share: float, seed: int, seq_len: int
 ) -> npt.NDArray[np.bool_]:
     """Which documents are held out: none where that would not come near the share."""
@@ -72,7 +72,7 @@ def choose(
     return chosen
 
 
-def split(
+def split_tokens(
     train: Path,
     valid: Path,
     lengths: npt.NDArray[np.int64],

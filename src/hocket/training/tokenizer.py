@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hocket.spec.errors import DataError, ModelError, OptionError
-from hocket.training.pieces import Sample, groups, pieces_of
+from hocket.training.pieces import Sample, piece_groups, pieces_of
 from hocket.training.tokenizer_files import (
     FILE,
     SOURCES,
@@ -100,7 +100,7 @@ class Tokenizer:
         for number, text in enumerate(texts):
             pieces += [(number, p) for p in (pieces_of(text) if self._divisible else [text])]
         found: list[list[Ids]] = [[] for _ in texts]
-        for together in groups(pieces):
+        for together in piece_groups(pieces):
             encoded = self._backend.encode_batch_fast(
                 [piece for _, piece in together], add_special_tokens=False
             )
@@ -221,7 +221,7 @@ class Tokenizer:
 # --- making one ----------------------------------------------------------------------------
 
 
-def resolve(
+def resolve_tokenizer(
     choice: str | None,
     *,
     model_dir: Path | str | None = None,
@@ -249,7 +249,7 @@ def resolve(
         return byte_tokenizer()
     if choice == "train":
         assert texts is not None, "training a tokenizer needs documents"
-        return trained(texts(), vocab_size)
+        return train_tokenizer(texts(), vocab_size)
     if choice == "model":
         if model_dir is None:
             raise OptionError(
@@ -277,7 +277,7 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos=EOS, kind="bytes")
 
 
-def trained(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level byte-pair tokenizer (Sennrich et al. 2016; bytes as in GPT-2) learned here.
 
     Learns from about the first four million characters. Its end token has the last id.

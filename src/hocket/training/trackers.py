@@ -36,7 +36,7 @@ LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 IDS = "trackers.json"
 
 
-def names(text: str | None) -> list[str]:
+def tracker_names(text: str | None) -> list[str]:
     """The trackers that an option lists, separated by commas.
 
     Raises:
@@ -59,7 +59,7 @@ class Trackers:
     """The trackers of one run.
 
     Args:
-        text: of the option, see `names`.
+        text: of the option, see `tracker_names`.
         folder: the run folder. config: what the run is, flat, by option.
         done: steps of an earlier start.
     """
@@ -70,7 +70,7 @@ class Trackers:
         ids = _ids(folder) if done else {}
         self._log: dict[str, Callable[[dict[str, float], int], None]] = {}
         self._close: dict[str, Callable[[], None]] = {}
-        for name in names(text):
+        for name in tracker_names(text):
             start = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[name]
             try:
                 self._log[name], self._close[name], ids[name] = start(
@@ -165,7 +165,7 @@ def _warn(name: str, what: str, error: Exception) -> None:
     warnings.warn(f"tracker {name} {what}: {type(error).__name__}: {error}", stacklevel=3)
 
 
-def of_run(spec: RunSpec, folder: Path, *, done: int) -> Trackers | None:
+def run_trackers(spec: RunSpec, folder: Path, *, done: int) -> Trackers | None:
     """The trackers that a run asks for; None: none. `done`: steps taken before this start."""
     if spec.options.tracker is None:
         return None

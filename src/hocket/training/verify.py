@@ -80,7 +80,9 @@ class StepVerification:
             first, second = rows[batch, 0], rows[(batch - 1) % axis.size, 1]
             if not torch.equal(first, second):
                 wrong.append((batch, int((first != second).nonzero()[0])))
-        found = timeline.gather(self._context, f"verified/{index}", self._accused(wrong, names))
+        found = timeline.gather_values(
+            self._context, f"verified/{index}", self._accused(wrong, names)
+        )
         text = None if found is None else next((one for one in found if one), "")
         if self._context.world_size > 1:
             store, key = self._context.store(), f"verify/{index}"

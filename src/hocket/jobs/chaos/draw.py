@@ -71,7 +71,7 @@ class ChaosJob:
     faults: tuple[ChaosFault, ...]
 
 
-def chosen(names: Sequence[str], layout: Layout) -> list[FaultKind]:
+def chosen_kinds(names: Sequence[str], layout: Layout) -> list[FaultKind]:
     """The kinds to draw from; without names all that the layout allows.
 
     Raises:
@@ -107,7 +107,9 @@ def _allows(kind: FaultKind, layout: Layout) -> bool:
     return not kind.replicas or (layout.dp > 1 and layout.zero < 3)
 
 
-def draw(seed: int, count: int, kinds: Sequence[FaultKind], layout: Layout) -> list[ChaosJob]:
+def draw_faults(
+    seed: int, count: int, kinds: Sequence[FaultKind], layout: Layout
+) -> list[ChaosJob]:
     """`count` faults of these kinds, in jobs. The same for equal arguments."""
     rng = random.Random(f"{seed} {layout}")
     jobs, number = [], 0

@@ -82,7 +82,7 @@ class ChaosResult:
         }
 
 
-def table(faults: Sequence[FaultResult]) -> list[str]:
+def fault_table(faults: Sequence[FaultResult]) -> list[str]:
     """Counts and seconds by kind."""
     head = ("kind", "total", "survived", "named", "detected s", "recovered s", "steps lost")
     lines = ["{:<11} {:>5} {:>8} {:>7} {:>17} {:>17} {:>10}".format(*head)]

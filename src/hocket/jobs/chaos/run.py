@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults, prepare
-from hocket.jobs.chaos.draw import STRETCH, ChaosFault, ChaosJob, chosen, draw
+from hocket.jobs.chaos.draw import STRETCH, ChaosFault, ChaosJob, chosen_kinds, draw_faults
 from hocket.jobs.chaos.result import ChaosResult, FaultResult
 from hocket.jobs.request import JobRequest, request
-from hocket.jobs.train import PRELOAD, train
-from hocket.spec.checkpoint import checkpoints, verify
+from hocket.jobs.train import PRELOAD, train_model
+from hocket.spec.checkpoint import checkpoints, verify_checkpoint
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.run import RunFolder
 
@@ -78,7 +78,7 @@ def chaos(
         text = folder / "text.txt"
         text.write_text(_text(seed))
         asked = _request(model, layout, text, folder / "whole", steps=STRETCH, backend="auto")
-        job = prepare.plan(asked)
+        job = prepare.prepare_job(asked)
         parameters = defaults.parameters(job.source.dimensions)
         if parameters > MOST_PARAMETERS:
             raise ModelError(
@@ -86,7 +86,7 @@ def chaos(
                 f"model again at each fault, and takes at most {MOST_PARAMETERS / 1e6:.0f} million",
                 hint=f"hocket chaos tiny-llama --layout {layout}",
             )
-        jobs = draw(seed, faults, chosen(kinds, job.layout), job.layout)
+        jobs = draw_faults(seed, faults, chosen_kinds(kinds, job.layout), job.layout)
         found = ChaosResult(model=model, layout=str(job.layout), seed=seed)
         with (
             contextlib.nullcontext(launcher)
@@ -137,7 +137,9 @@ class _Runs:
         while True:
             watch.submitted()
             try:
-                summary = train(asked, on_event=watch, faults=watch.rows, launcher=self._launcher)
+                summary = train_model(
+                    asked, on_event=watch, faults=watch.rows, launcher=self._launcher
+                )
             except Terminated:
                 watch.damage()
                 continue
@@ -161,7 +163,7 @@ class _Runs:
             folder = self._folder / "undisturbed"
             only = dataclasses.replace(job, faults=skipped)
             watch = _Watched(folder, -1, only)
-            train(
+            train_model(
                 self._asked(folder, only), on_event=watch, faults=watch.rows,
                 launcher=self._launcher,
             )  # fmt: skip
@@ -386,7 +388,7 @@ def digest(folder: Path, *, losses: bool = True) -> str:
         rows = map(json.loads, run.metrics_file.read_text().splitlines())
         found.update(json.dumps([(row["step"], row["loss"]) for row in rows]).encode())
     last = checkpoints(run.checkpoints)[0]
-    for shard in verify(last).shards:
+    for shard in verify_checkpoint(last).shards:
         for tensor in shard.tensors:
             found.update(f"{shard.file} {tensor.key} {tensor.crc32}\n".encode())
     for file in sorted(run.model.glob("*.safetensors")):

@@ -16,11 +16,11 @@ from hocket.jobs.proxy.served import require_answers
 from hocket.spec.layout import Layout
 from hocket.spec.proxy_verdict import (
     ProxyVerdict,
-    cache_file,
-    parts_of,
-    read,
+    read_verdict,
     reject,
-    write,
+    verdict_fields,
+    verdict_file,
+    write_verdict,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def require_equal(
     Raises:
         ModelError: the proxy model differs, by name and with the reason.
     """
-    wanted = parts_of(layout, loss=loss and source.code is None, pages=pages, packed=packed)
+    wanted = verdict_fields(layout, loss=loss and source.code is None, pages=pages, packed=packed)
     if not wanted:
         return ProxyVerdict()
-    file = cache_file(source.config, attention) if source.code is None else None
-    known = read(file)
+    file = verdict_file(source.config, attention) if source.code is None else None
+    known = read_verdict(file)
     missing = known.missing(wanted)
     if missing:
         heard: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ def require_equal(
         if "loss" in missing:
             found["shifts"] = heard[-1]["shifts"]
         known = dataclasses.replace(known, **found, note=heard[-1]["note"] or known.note)
-        write(file, known)
+        write_verdict(file, known)
     reject(known, wanted, layout, source.name, str(source.config.get("model_type")))
     if pages:
         known = require_answers(launcher, source, layout, known, file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.proxy_verdict import ProxyVerdict, write
+from hocket.spec.proxy_verdict import ProxyVerdict, write_verdict
 from hocket.spec.serving import replica_layout
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def require_answers(
     if (text := str(replica)) not in known.served:
         reason = check.proxy_check(launcher, source, replica)
         known = dataclasses.replace(known, served={**known.served, text: reason})
-        write(file, known)
+        write_verdict(file, known)
     if known.served[text]:
         raise ModelError(
             f"{source.name} does not answer as plain transformers does when it is served at "

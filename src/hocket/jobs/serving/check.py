@@ -1,13 +1,13 @@
 """The check of a server: the answers of a layout's own ranks compared with plain transformers.
 
-    weights (given, or random)     ranks.serving_check.prepare, one process
+    weights (given, or random)     ranks.serving_check.prepare_model, one process
       -> LLM: replicas, router, driver, scheduler, ranks, as `hocket serve` starts them
            each prompt alone       prefill in one piece, in chunks; decode from the paged cache
            all at once             batching
            a known prefix again    prefix reuse
            more than the cache     preemption, and prefill of what was preempted
       -> LLM, started again        restart
-      -> plain transformers        ranks.serving_check.compare, one process
+      -> plain transformers        ranks.serving_check.compare_answers, one process
 
 Whatever layout the server has, the answers are compared with the same reference, so tp, pp and dp
 have one comparison, and an axis that serving gains has it too.
@@ -95,10 +95,10 @@ def served_check(
     from hocket.jobs.proxy.check import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
-    from hocket.launch import joined
-    from hocket.models.source import resolve
+    from hocket.launch import joined_context
+    from hocket.models.source import resolve_model
 
-    if joined() is not None:
+    if joined_context() is not None:
         raise OptionError(
             "check starts its own ranks; it was started as one of another launcher's",
             hint="run it without torchrun",
@@ -109,8 +109,8 @@ def served_check(
             f"dtype is {wanted.workload.dtype}; equality is checked in fp32", hint="--dtype fp32"
         )
     options = wanted.options
-    source = resolve(wanted.model, trust_remote_code=options.trust_remote_code)
-    layout = serve_request.legal(source, wanted.layout, "cpu")
+    source = resolve_model(wanted.model, trust_remote_code=options.trust_remote_code)
+    layout = serve_request.legal_server_layout(source, wanted.layout, "cpu")
 
     def say(name: str) -> None:
         if on_event is not None:
@@ -127,17 +127,20 @@ def served_check(
         if source.weights is None or directory is None:
             say("random weights")
             directory = Path(folder) / "model"
-            made = prepared(launcher, source, directory, proxy=False, seed=options.seed)
+            made = prepare_checked_model(
+                launcher, source, directory, proxy=False, seed=options.seed
+            )
             longest = min(LONGEST, made["longest"] or LONGEST)
         say(f"{layout.axes_text()}, {layout.world_size} ranks")
         shared = {name: getattr(options, name) for name in ("device", "backend", "threads", "seed")}
         answers = answers_of(
-            launcher, directory, wanted.layout, sizes(source, longest, launcher.device_kind),
+            launcher, directory, wanted.layout, checked_sizes(source, longest,
+            launcher.device_kind),
             restart=True, attention=options.attention,
             trust_remote_code=options.trust_remote_code, **shared,
         )  # fmt: skip
         say("plain transformers")
-        (report,) = compared(
+        (report,) = layout_reports(
             launcher, directory, {str(wanted.layout): answers}, Path(folder), generate=True,
             trust_remote_code=options.trust_remote_code,
         ).values()  # fmt: skip
@@ -158,13 +161,13 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hocket-check-"))
         directory = Path(folder) / "model"
         try:
-            made = prepared(launcher, source, directory, proxy=True, seed=0)
+            made = prepare_checked_model(launcher, source, directory, proxy=True, seed=0)
             size = CheckedSizes(longest=min(LONGEST, made["longest"] or LONGEST))
             fitting = _fitting(made["config"], layout)
             trust = source.trust_remote_code
             options: Any = {"device": "cpu", "trust_remote_code": trust}
             answers = answers_of(launcher, directory, fitting, size, **options)
-            (report,) = compared(
+            (report,) = layout_reports(
                 launcher, directory, {str(fitting): answers}, Path(folder), trust_remote_code=trust
             ).values()
         except RankFailure:
@@ -177,7 +180,7 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
 def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
     """The layout, with smaller degrees where the proxy model has too few layers, heads or
     experts."""
-    from hocket.jobs.validate import validate
+    from hocket.jobs.validate import validate_layout
     from hocket.models.dimensions import dimensions
 
     model = dimensions(config)
@@ -194,7 +197,7 @@ def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
                     etp=layout.etp,
                 )
             )
-            validate(model, found, Workload(seq_len=2 * found.cp, global_batch=1))
+            validate_layout(model, found, Workload(seq_len=2 * found.cp, global_batch=1))
         except LayoutError:
             continue
         return found
@@ -222,7 +225,7 @@ def launcher_of(device: str, threads: int) -> Launcher:
     )  # fmt: skip
 
 
-def sizes(source: ModelSource, longest: int, device: str) -> CheckedSizes:
+def checked_sizes(source: ModelSource, longest: int, device: str) -> CheckedSizes:
     """The sizes of a checked server.
 
     Raises:
@@ -236,7 +239,7 @@ def sizes(source: ModelSource, longest: int, device: str) -> CheckedSizes:
     return CheckedSizes(longest=min(longest, positions), block_size=BLOCK[device])
 
 
-def prepared(
+def prepare_checked_model(
     launcher: Launcher,
     source: ModelSource,
     folder: Path,
@@ -304,7 +307,7 @@ def answers_of(
     return found
 
 
-def compared(
+def layout_reports(
     launcher: Launcher,
     directory: Path,
     answers: Mapping[str, Sequence[Answer]],

@@ -137,16 +137,16 @@ class _Row:
 
     def _fill(self) -> None:
         from hocket.models import registry
-        from hocket.models.samples import sample, switches
-        from hocket.models.source import resolve
+        from hocket.models.samples import sample_config, switches
+        from hocket.models.source import resolve_model
 
         module = registry.modeling_module(self.kind)
         self.warm.launcher.preload([module] if module else [])
         file = self.folder / f"{self.kind}.json"
-        file.write_text(json.dumps(sample(self.kind)))
+        file.write_text(json.dumps(sample_config(self.kind)))
         directory = self.folder / "model"
-        made = check.prepared(
-            self.warm.launcher, resolve(file), directory, proxy=True, seed=0,
+        made = check.prepare_checked_model(
+            self.warm.launcher, resolve_model(file), directory, proxy=True, seed=0,
             switches=switches(self.kind) if self.name.endswith(SWITCHED) else None,
         )  # fmt: skip
         self.parameters = made["parameters"]
@@ -154,16 +154,16 @@ class _Row:
         answers: dict[str, list[check.Answer]] = {}
         for text in self.layouts:
             try:
-                source = resolve(directory)
+                source = resolve_model(directory)
                 longest = min(check.LONGEST, made["longest"] or check.LONGEST)
-                size = check.sizes(source, longest, "cpu")
+                size = check.checked_sizes(source, longest, "cpu")
                 answers[text] = check.answers_of(self.warm.launcher, directory, text, size)
             except HocketError as error:
                 crashed = isinstance(error, RankFailure)
                 self._unequal(directory, text, CRASHED if crashed else REFUSED, error)
         if not answers:
             return
-        reports = check.compared(self.warm.launcher, directory, answers, self.folder)
+        reports = check.layout_reports(self.warm.launcher, directory, answers, self.folder)
         for text, report in reports.items():
             if report.ok:
                 self.cells[text] = Cell(layout=text, outcome=EQUAL, ratio=report.ratio)
@@ -182,10 +182,10 @@ class _Row:
     ) -> None:
         """A cell that is not equal: rejected where `hocket serve` says so before ranks start."""
         from hocket.jobs.proxy.check import require_equal
-        from hocket.models.source import resolve
+        from hocket.models.source import resolve_model
 
         reason = check.reason_of(error)
-        launcher, source = self.warm.launcher, resolve(directory)
+        launcher, source = self.warm.launcher, resolve_model(directory)
         try:  # all that is checked before ranks start, but for the server's check at this layout
             require_equal(launcher, source, replica_layout(Layout.parse(text)))
             require_equal(launcher, source, Layout(), pages=True)

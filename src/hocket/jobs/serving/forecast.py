@@ -31,7 +31,7 @@ TOP = 8
 """Layouts that are set beside the one that runs."""
 
 
-def settle(
+def settle_layout(
     server: PreparedServer, launcher: Launcher, record: JobRecorder
 ) -> tuple[PreparedServer, ServingForecast]:
     """The server with its layout, and what it is expected to do.
@@ -39,7 +39,7 @@ def settle(
     Raises:
         HocketError: a layout was to be chosen, and none can be.
     """
-    forecast_policy.checked(server.request.cluster)
+    forecast_policy.reject_cluster(server.request.cluster)
     if server.request.options.emulate_links is not None:
         server = _felt(server, launcher)
     if server.request.auto:
@@ -148,14 +148,16 @@ def _told(server: PreparedServer, launcher: Launcher) -> ServingForecast:
             why = "this machine has not been measured: hocket probe"
             return ServingForecast.none(layout, why)
         spec = server.spec()
-        machine = forecast.machine_of(spec, measured)
-        shape = forecast.shape_of(spec, launcher)
+        machine = forecast.run_machine(spec, measured)
+        shape = forecast.run_shape(spec, launcher)
         sizes = sizes_of(server)
-        found = planning.forecast(shape, server.layout, machine, sizes)
+        found = planning.server_forecast(shape, server.layout, machine, sizes)
         layouts = [server.layout, *_legal(server, meshes(shape, _most(machine)))]
-        weighed = planning.weigh(shape, machine, sizes, {str(one): one for one in layouts}.values())
+        weighed = planning._evaluate_servers(
+            shape, machine, sizes, {str(one): one for one in layouts}.values()
+        )
         rows = [one for _, one in weighed]
-        return planning.beside(
+        return planning.with_considered_servers(
             found, [o for o in rows if o.layout == found.layout or o in rows[:TOP]]
         )
     except HocketError as error:
@@ -198,7 +200,7 @@ def _legal(server: PreparedServer, layouts: list[Layout]) -> list[Layout]:
     found = []
     for layout in layouts:
         try:
-            found.append(serve_request.legal(server.source, layout, server.device))
+            found.append(serve_request.legal_server_layout(server.source, layout, server.device))
         except HocketError:
             continue
     return found
@@ -220,14 +222,14 @@ def _chosen(
         asked = request.cluster
     if asked == forecast_policy.AUTO and machines.kept(request.options.device) is None:
         record.note(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
-    found = machines.cluster(asked, device=request.options.device)
+    found = machines.named_cluster(asked, device=request.options.device)
     if server.device == "cuda" or not found.is_cpu:
         return _planned(server, asked, found, record)
-    assert found.measured is not None  # `forecast_policy.checked`
+    assert found.measured is not None  # `forecast_policy.reject_cluster`
     record.phase("choosing a layout")
     spec = server.spec()
-    machine = forecast.machine_of(spec, found.measured)
-    shape = forecast.shape_of(spec, launcher)
+    machine = forecast.run_machine(spec, found.measured)
+    shape = forecast.run_shape(spec, launcher)
     layouts = [
         layout
         for layout in meshes(shape, _most(machine))
@@ -237,14 +239,16 @@ def _chosen(
             if axis in request.given
         )
     ]
-    told = planning.choose(shape, machine, sizes_of(server), _legal(server, layouts))
-    for line in reasons(told):
+    told = planning.choose_server(shape, machine, sizes_of(server), _legal(server, layouts))
+    for line in server_reasons(told):
         record.note(line)
-    layout = serve_request.legal(server.source, Layout.parse(told.layout), server.device)
+    layout = serve_request.legal_server_layout(
+        server.source, Layout.parse(told.layout), server.device
+    )
     return dataclasses.replace(server, layout=layout), told
 
 
-def reasons(told: ServingForecast) -> list[str]:
+def server_reasons(told: ServingForecast) -> list[str]:
     """What was chosen among what, and why, in sentences."""
     mine = next(one for one in told.alternatives if one.chosen)
     lines = [
@@ -290,7 +294,7 @@ def _planned(
             f"{server.name} fits in no layout of {found.name}: {plan.kinds[0].reason}",
             hint="--layout, to try one all the same",
         )
-    layout = serve_request.legal(server.source, best.layout, server.device)
+    layout = serve_request.legal_server_layout(server.source, best.layout, server.device)
     record.note(
         f"layout {layout.axes_text()}: the service planner's for {found.name}, "
         f"{best.max_num_batched_tokens} tokens/step"
@@ -300,7 +304,7 @@ def _planned(
 
 def _felt(server: PreparedServer, launcher: Launcher) -> PreparedServer:
     """The server with its links as slow as this machine's ranks make them feel."""
-    links.checked(server.request.options, server.layout)
+    links.checked_links(server.request.options, server.layout)
     spec = links.settled(launcher, server.spec(replica=True))
     options = dataclasses.replace(server.request.options, emulate_links=spec.options.emulate_links)
     return dataclasses.replace(server, request=dataclasses.replace(server.request, options=options))
@@ -309,7 +313,7 @@ def _felt(server: PreparedServer, launcher: Launcher) -> PreparedServer:
 # --- after it has run -----------------------------------------------------------------------------
 
 
-def curve(
+def load_curve(
     told: ServingForecast | None, measured: ServingMeasured, sizes: dict[str, Any]
 ) -> tuple[tuple[ServiceLoad, ...], tuple[Need, ...]]:
     """One replica under load and the replicas for a load, from the steps that were measured.

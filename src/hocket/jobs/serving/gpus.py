@@ -7,7 +7,7 @@ import os
 from hocket.spec.errors import OptionError
 
 
-def visible(number: int, size: int) -> list[str]:
+def replica_gpus(number: int, size: int) -> list[str]:
     """The GPUs of one replica, among those that this process may use.
 
     Raises:

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from hocket.jobs.serving.request import PreparedServer
     from hocket.launch import RankContext
 
-ENTRY = "hocket.ranks.joined_serving:rank"
+ENTRY = "hocket.ranks.joined_serving:joined_rank"
 
 
 # --- the process of rank 0 ------------------------------------------------------------------------
 
 
-def world() -> RankContext | None:
+def joined_world() -> RankContext | None:
     """This process's place among ranks that another launcher started; None: it starts its own."""
-    from hocket.launch import joined
+    from hocket.launch import joined_context
 
-    context = joined()
+    context = joined_context()
     return None if context is None or context.world_size == 1 else context
 
 

@@ -115,10 +115,10 @@ class LLM:
     ) -> None:
         from hocket.jobs.serving.start import Launchers, kernels_remark, require_split
         from hocket.jobs.train import modeling_modules
-        from hocket.launch import joined
+        from hocket.launch import joined_context
         from hocket.ranks.serving import PRELOAD
 
-        if launcher is None and joined() is not None:
+        if launcher is None and joined_context() is not None:
             raise OptionError(
                 "a model that answers starts its own ranks; this process is one of another "
                 "launcher's",

@@ -77,7 +77,7 @@ def serve_plan(
             random times; it has their lengths and rate.
         weights: `180GB`: a dense model of which only the bytes are known.
         precision: of weights and matrix products. None: bf16, fp16 where a kind of GPU lacks it.
-        price_list: as `jobs.plan.plan`.
+        price_list: as `jobs.plan.plan_training`.
         layout: price this one alone: `dp2.tp4` is two replicas.
         pin: `tp=8`, `pp=1`, `dp=2`, `max_num_batched_tokens=2048`.
         engine: whose constants price it. None: a tuned server's.
@@ -90,7 +90,7 @@ def serve_plan(
     """
     from hocket.catalogue.hardware import with_prices
     from hocket.planning.problem import EXPERT_IMBALANCE
-    from hocket.planning.service.plan import parse_pins
+    from hocket.planning.service.plan import service_pins
     from hocket.planning.service.trace import read_trace
 
     asked = {
@@ -117,7 +117,7 @@ def serve_plan(
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     service = Service(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
-    pins = parse_pins(list(pin))
+    pins = service_pins(list(pin))
     if layout is not None and set(pins) - {"max_num_batched_tokens"}:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
     given = cluster.split(",") if cluster is not None else None
@@ -185,7 +185,7 @@ def _plan(
     small: bool,
 ) -> ServicePlan:
     from hocket.planning.service import plan as planning
-    from hocket.planning.service.explain import explain as sentences
+    from hocket.planning.service.explain import explain_deployment as sentences
     from hocket.planning.service.explain import winner
     from hocket.planning.service.memory import memory_map
     from hocket.planning.service.need import need_map
@@ -274,15 +274,15 @@ def _models(
         name = f"{model} as {weights}" if model else f"{weights} of weights"
         shape = models.of_bytes(size, precision=precision, name=name)
         return ((shape, models.claim_of(shape, size, precision), "--weights"),)
-    if model.lower() in models.names():
+    if model.lower() in models.hypothesis_names():
         return tuple(
             (one.shape, one.claim, one.source)
             for one in models.hypotheses(model.lower(), precision=precision)
         )
-    from hocket.jobs.plan import shape_of
+    from hocket.jobs.plan import model_shape
 
     try:
-        return ((shape_of(model), "", ""),)
+        return ((model_shape(model), "", ""),)
     except ModelError as error:
         if error.hint and "gpt-4" not in error.message and model.lower().startswith("gpt4"):
             raise ModelError(error.message, hint="did you mean 'gpt-4'?") from None
@@ -293,14 +293,14 @@ def _cluster(text: str) -> tuple[Cluster, bool]:
     """A kind of GPU on whole nodes, or the GPUs that are there, and whether they are all."""
     from hocket.catalogue import hardware
     from hocket.jobs import machine
-    from hocket.jobs.probe import present
+    from hocket.jobs.probe import present_machine
 
     if not text:
         raise OptionError("--cluster names no GPU", hint="--cluster A100-40,A100-80,H100")
     auto = text == machine.AUTO
-    if auto and present().kind == "cpu":  # asked before anything is measured
+    if auto and present_machine().kind == "cpu":  # asked before anything is measured
         raise _no_cores("this machine has no GPU that torch can use")
-    found = machine.cluster(text)
+    found = machine.named_cluster(text)
     if found.is_cpu:
         raise _no_cores(f"{found.name} is CPU cores")
     if auto or hardware.is_file(text) or re.match(r"\d+x", text):
@@ -337,14 +337,14 @@ def _known_context(model: str, service: Service, longest: int | None) -> None:
 
 def _would_do(problem: ServiceProblem, pins: dict[str, int]) -> list[str]:
     """Kinds of GPU that would meet the goals, cheapest first, those without a price last."""
-    from hocket.planning.service.search import search
+    from hocket.planning.service.search import search_deployments
 
     found: list[tuple[float, str]] = []
     for name in KINDS:
         if name == problem.gpu.name:
             continue
         other = dataclasses.replace(problem, cluster=_cluster(name)[0], bounded=False)
-        (best,) = search(other, top=1, pins=pins) or (None,)
+        (best,) = search_deployments(other, top=1, pins=pins) or (None,)
         if best is not None:
             found.append((best.gpus * (other.gpu.price or math.inf), name))
     return [name for _, name in sorted(found)]
@@ -354,18 +354,18 @@ def size_is_public(model: str) -> bool:
     """Whether a name is not one of those that only hypotheses answer."""
     from hocket.catalogue import shapes
 
-    if model in shapes.names():  # planning a training step need not load what prices serving
+    if model in shapes.shape_names():  # planning a training step need not load what prices serving
         return True
     from hocket.planning.service import models
 
-    return model.lower() not in models.names()
+    return model.lower() not in models.hypothesis_names()
 
 
 def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
-    from hocket.cost.serving_constants import kind_of
+    from hocket.cost.serving_constants import gpu_entry
 
     notes = []
-    borrowed = {name: kind_of(name) for name in gpus}
+    borrowed = {name: gpu_entry(name) for name in gpus}
     borrowed = {
         n: kind for n, kind in borrowed.items() if kind.partition("-")[0] != n.partition("-")[0]
     }

@@ -70,16 +70,16 @@ def nearest_replica(found: ServingReport, spec: RunSpec) -> str | None:
 
 def larger_replicas(spec: RunSpec) -> Iterator[Layout]:
     """Layouts of one replica with more ranks: of tp up to those of one node, then of pp."""
-    from hocket.jobs.serving.request import legal
-    from hocket.models.source import of_run
+    from hocket.jobs.serving.request import legal_server_layout
+    from hocket.models.source import run_source
 
-    source, layout = of_run(spec), spec.layout
+    source, layout = run_source(spec), spec.layout
     for pp in (1, 2, 4, 8):
         for tp in (1, 2, 4, 8):
             if pp * tp == 1 or layout.tp * tp > TENSOR_RANKS:
                 continue
             one = dataclasses.replace(layout, tp=layout.tp * tp, pp=layout.pp * pp)
             try:
-                yield legal(source, one, "cpu")
+                yield legal_server_layout(source, one, "cpu")
             except HocketError:
                 continue

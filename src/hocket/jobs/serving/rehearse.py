@@ -184,14 +184,14 @@ def replica_spec(
     Raises:
         HocketError: an unknown model, a layout that cannot be served, a size that cannot be.
     """
-    from hocket.jobs.rehearse import with_layers
-    from hocket.jobs.serving.request import _sizes, legal
-    from hocket.models.source import resolve
+    from hocket.jobs.rehearse import config_with_layers
+    from hocket.jobs.serving.request import _sizes, legal_server_layout
+    from hocket.models.source import resolve_model
 
-    source = resolve(model, trust_remote_code=trust_remote_code, weights=False)
+    source = resolve_model(model, trust_remote_code=trust_remote_code, weights=False)
     if layers is not None:
-        source = dataclasses.replace(source, config=with_layers(source.config, layers))
-    found = legal(source, replica_layout(layout), "cpu")
+        source = dataclasses.replace(source, config=config_with_layers(source.config, layers))
+    found = legal_server_layout(source, replica_layout(layout), "cpu")
     require_one_context_rank(found)
     options = _sizes(ServeOptions(**sizes), source, "cuda")
     return RunSpec(
@@ -212,7 +212,7 @@ def replica_of(server: PreparedServer) -> RunSpec:
     return dataclasses.replace(spec, options=dataclasses.replace(spec.options, device="cuda"))
 
 
-def rehearse(
+def rehearse_replica(
     spec: RunSpec, *, gpu: str = "H100", modules: Sequence[str] = (),
     on_phase: Listener | None = None, workers: RehearsalWorkers | None = None,
 ) -> ServingReport:  # fmt: skip
@@ -231,7 +231,7 @@ def rehearse(
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
     from hocket.jobs.rehearse import device_of, traces_of
-    from hocket.simulation.nccl import RULES, check
+    from hocket.simulation.nccl import RULES, simulate_nccl
 
     say = on_phase or (lambda text: None)
     device = device_of(gpu)
@@ -269,7 +269,7 @@ def rehearse(
         model=spec.model,
         layout=spec.layout.axes_text(),
         gpu=device.name,
-        verdicts={rule: check(traces, rule).to_json() for rule in RULES},
+        verdicts={rule: simulate_nccl(traces, rule).to_json() for rule in RULES},
         ranks={rank: said[rank] for rank in wanted},
         stands_for=stands_for,
         process_groups=max(len(found.families) for found in executed.values()),
@@ -303,7 +303,7 @@ def _task(
 ) -> dict[str, Any]:
     return {
         "task": "call",
-        "entry": "hocket.rehearsal.serving:rehearse",
+        "entry": "hocket.rehearsal.serving:rehearse_server_rank",
         "arguments": {
             "spec": spec.to_json(),
             "device": dataclasses.asdict(device),

@@ -122,7 +122,7 @@ class Reload:
 
     def _found(self, path: str) -> Any:
         """The spec with the weights of the model at a path, which must be one like that served."""
-        from hocket.models.source import resolve
+        from hocket.models.source import resolve_model
         from hocket.models.weight_headers import headers
 
         given = self.folder / Path(path).expanduser()
@@ -134,7 +134,7 @@ class Reload:
             )
         if not where.is_dir():
             raise OptionError(f"path is {path!r}; there is no such folder below {self.folder}")
-        source = resolve(str(where), trust_remote_code=False)
+        source = resolve_model(str(where), trust_remote_code=False)
         if source.weights is None:
             raise ModelError(f"{where} holds no weights")
         own, other = (

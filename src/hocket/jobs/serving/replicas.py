@@ -161,7 +161,7 @@ class ReplicaSet:
 
     def start(self) -> None:
         """Start all replicas; returns at once."""
-        sweep(Path(tempfile.gettempdir()))
+        sweep_folders(Path(tempfile.gettempdir()))
         self._fatal = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._care(one)) for one in self.replicas]
 
@@ -443,7 +443,7 @@ class ReplicaSet:
         return self._wake.wait()
 
 
-def sweep(where: Path) -> None:
+def sweep_folders(where: Path) -> None:
     """Remove the folders of servers of this user that were killed while their ranks started."""
     for folder in where.glob(f"{FOLDERS}*"):
         number = folder.name.removeprefix(FOLDERS).partition("-")[0]

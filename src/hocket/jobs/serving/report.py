@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hocket.reporting.served import ServerRecord
 
 
-def read(path: Path) -> ServerRecord:
+def read_server_folder(path: Path) -> ServerRecord:
     """A server's folder, with what its measured steps come to under load."""
-    from hocket.jobs.serving.forecast import curve
+    from hocket.jobs.serving.forecast import load_curve
     from hocket.reporting import served
 
-    found = served.read(path)
+    found = served.read_served(path)
     options = None if found.spec is None else found.spec.serving
     if found.measured is None or options is None:
         return found
@@ -31,14 +31,14 @@ def read(path: Path) -> ServerRecord:
     if None in sizes.values():
         return found
     try:
-        loads, needs = curve(found.forecast, found.measured, sizes)
+        loads, needs = load_curve(found.forecast, found.measured, sizes)
     except HocketError as error:
         note = f"the measured load was not simulated: {error.message}"
         return dataclasses.replace(found, notes=(*found.notes, note))
     return dataclasses.replace(found, loads=loads, needs=needs)
 
 
-def text(
+def server_report_text(
     found: Sequence[ServerRecord], *, width: int = 100, color: bool = False, unicode: bool = True
 ) -> str:
     """The report in words."""
@@ -50,7 +50,7 @@ def text(
     return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
 
 
-def write(found: Sequence[ServerRecord], form: str, path: Path) -> None:
+def write_server_report(found: Sequence[ServerRecord], form: str, path: Path) -> None:
     """Write the report into a file, as `html`, `png` or `trace`.
 
     Raises:
@@ -68,9 +68,9 @@ def write(found: Sequence[ServerRecord], form: str, path: Path) -> None:
         as_records = [RunRecord(path=o.path, spec=o.spec, measured=o.timeline) for o in found]
         write_text(path, trace_json(as_records))
     elif form == "png":
-        from hocket.reporting.served_figures import save
+        from hocket.reporting.served_figures import save_served_figure
 
-        save(found, path)
+        save_served_figure(found, path)
     else:
         from hocket import __version__
         from hocket.reporting.served_page import served_page

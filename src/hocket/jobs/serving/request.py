@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import defaults, precision
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving import context
-from hocket.jobs.serving.joined import world
+from hocket.jobs.serving.joined import joined_world
 from hocket.spec import renamed
 from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError
@@ -127,11 +127,11 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
         HocketError: the first thing that cannot be, with the numbers and what would do.
     """
     from hocket.models.chat_template import file_of
-    from hocket.models.source import resolve
+    from hocket.models.source import resolve_model
     from hocket.models.weight_headers import headers
-    from hocket.serving.defaults import AUTO, SamplingDefaults, settings
+    from hocket.serving.defaults import AUTO, SamplingDefaults, generation_settings
 
-    given = renamed.options({k: v for k, v in values.items() if v is not None}, NAMES)
+    given = renamed.present_options({k: v for k, v in values.items() if v is not None}, NAMES)
     for name in given:
         if name not in NAMES:
             raise unknown_option(name, NAMES)
@@ -139,13 +139,13 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
     options = _options({name: given.pop(name) for name in SERVE_FIELDS if name in given})
     wanted = defaults.with_dtype(request(given))
-    precision.served(wanted.workload)
+    precision.reject_served_dtype(wanted.workload)
     device = _device(wanted)
     _threads(wanted, device)
     trusted = wanted.options.trust_remote_code
-    source = resolve(wanted.model, trust_remote_code=trusted, weights=False)
-    layout = wanted.layout if wanted.auto else legal(source, wanted.layout, device)
-    source = resolve(source.repo or wanted.model, trust_remote_code=trusted)
+    source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
+    layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
+    source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
         raise ModelError(
             f"{wanted.model} has no weights, and random ones would answer noise",
@@ -160,7 +160,7 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
         file_of(options.chat_template_file)
     sampling = SamplingDefaults()
     if options.generation_config == AUTO:
-        sampling = SamplingDefaults.of(settings(source.directory))
+        sampling = SamplingDefaults.of(generation_settings(source.directory))
     return PreparedServer(
         request=wanted,
         source=source,
@@ -180,17 +180,17 @@ def model_name(model: str) -> str:
     """What clients call a model unless a name is given: its folder's name, or its id on the Hub."""
     from hocket.models import repo_id
 
-    repo = None if Path(model).expanduser().exists() else repo_id.parse(model)
+    repo = None if Path(model).expanduser().exists() else repo_id.parse_repo(model)
     return Path(model).resolve().name if repo is None else repo.id
 
 
-def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
+def legal_server_layout(source: ModelSource, layout: Layout, device: str) -> Layout:
     """The layout, if this model can be served in it on this machine.
 
     Raises:
         LayoutError: what does not fit, with what does.
     """
-    from hocket.jobs.validate import validate
+    from hocket.jobs.validate import validate_layout
 
     rows = absent(layout, serving=True)
     if rows:
@@ -198,7 +198,7 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
         raise LayoutError(rows[0].reason(layout), hint=f"--layout {plain.axes_text()}")
     context.require_whole_experts(layout)
     workload = Workload(seq_len=2 * layout.cp, global_batch=layout.dp)
-    found = validate(source.dimensions, layout, workload)
+    found = validate_layout(source.dimensions, layout, workload)
     if isinstance(layout.pipeline_split, tuple) and 0 in layout.pipeline_split:
         layers, stages = source.dimensions.num_layers, layout.num_stages
         # The runtime trains over a stage that is empty; one that serves is told by its cache.
@@ -210,10 +210,10 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
             f"layer; the model has {layers} for {stages} stages, and each that serves needs one",
             hint=fit if stages <= layers else f"--layout {fewer.axes_text()}",
         )
-    if device == "cuda" and world() is None:
-        from hocket.jobs.probe import present
+    if device == "cuda" and joined_world() is None:
+        from hocket.jobs.probe import present_machine
 
-        devices = len(present("cuda").found.devices)
+        devices = len(present_machine("cuda").found.devices)
         if layout.world_size > devices:
             raise LayoutError(
                 f"the layout {layout.axes_text()} needs {layout.world_size} GPUs, one a rank; "
@@ -237,7 +237,7 @@ def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokeni
         raise ModelError(
             f"{source.name} holds no tokenizer", hint="--tokenizer DIR, or --tokenizer bytes"
         )
-    return tokenizer.resolve(choice, model_dir=source.tokenizer, trust_remote_code=trust)
+    return tokenizer.resolve_tokenizer(choice, model_dir=source.tokenizer, trust_remote_code=trust)
 
 
 def stop_tokens(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
@@ -248,10 +248,10 @@ def stop_tokens(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
     Raises:
         ModelError: what is said is no token id, or more of them than a request can name.
     """
-    from hocket.serving.defaults import FILE, settings
+    from hocket.serving.defaults import FILE, generation_settings
     from hocket.serving.request import MAX_STOP_TOKENS
 
-    said = settings(source.directory)
+    said = generation_settings(source.directory)
     where = FILE if "eos_token_id" in said else "config.json"
     found: Any = said.get("eos_token_id", source.config.get("eos_token_id"))
     if found is None:
@@ -344,9 +344,9 @@ def _device(wanted: JobRequest) -> str:
 
 def _threads(wanted: JobRequest, device: str) -> None:
     """Refuse more threads of a CPU rank than there are cores. Raises OptionError."""
-    from hocket.jobs.compare import cores
+    from hocket.jobs.compare import usable_cores
 
-    threads, here = wanted.options.threads, cores()
+    threads, here = wanted.options.threads, usable_cores()
     if device == "cpu" and threads > here:
         raise OptionError(
             f"threads is {threads}; this machine has {here} core{'s' if here > 1 else ''} for "
@@ -439,7 +439,7 @@ def _keys(options: ServeOptions) -> tuple[Keys | None, tuple[str, ...]]:
         if readers:
             who = "every user" if readers & stat.S_IROTH else "its group"
             warnings.append(f"{path} can be read by {who} on this machine: chmod 600 {path}")
-    if found is None and not is_loopback(options.host):
+    if found is None and not is_loopback_host(options.host):
         if not options.insecure:
             raise OptionError(
                 f"host {options.host} is reached from other machines, and no key is asked for",
@@ -451,7 +451,7 @@ def _keys(options: ServeOptions) -> tuple[Keys | None, tuple[str, ...]]:
     return found, tuple(warnings)
 
 
-def is_loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     """Whether only this machine reaches an address.
 
     Raises:

@@ -38,7 +38,7 @@ from hocket.jobs.serving.start import (
     kernels_remark,
     listeners,
     require_split,
-    run_folder,
+    server_folder,
 )
 from hocket.spec.errors import OptionError
 from hocket.spec.run import RunFolder, write_text
@@ -78,7 +78,7 @@ class ServerResult:
     drained: bool = True
 
 
-def serve(
+def serve_model(
     model: str | os.PathLike[str],
     *,
     layout: Any = None,
@@ -108,7 +108,7 @@ def serve(
 
     began = time.monotonic()
     record = JobRecorder(on_event)
-    context = joined.world()
+    context = joined.joined_world()
     asked = {"layout": layout, **options}
     if context is not None:
         asked = joined.options_of(context, asked)
@@ -128,7 +128,7 @@ def serve(
             hint="without torchrun or srun",
         )
     fresh = server.request.run is None or not server.request.run.exists()
-    folder = run_folder(server)
+    folder = server_folder(server)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.locked(folder.path, "serve"))
         stack.enter_context(unready_is_no_run(folder, fresh=fresh))
@@ -148,7 +148,7 @@ def serve(
                 f"the model's generation_config.json: {told_by_model}, where a request omits "
                 "them (--generation-config none: without)"
             )
-        server, told = serve_forecast.settle(server, first, record)
+        server, told = serve_forecast.settle_layout(server, first, record)
         require_split(first, server)
         others = range(1, num_replicas(server.layout) if ranks is None else 1)
         ready: list[Any] = [first, *(launchers.make(n) for n in others)]

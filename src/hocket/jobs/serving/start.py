@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hocket.serving.front.renderer import Renderer
 
 
-def run_folder(server: PreparedServer) -> RunFolder:
+def server_folder(server: PreparedServer) -> RunFolder:
     """The run folder asked for, or a new name under `runs/`.
 
     Raises:
@@ -32,7 +32,7 @@ def run_folder(server: PreparedServer) -> RunFolder:
         stem = Path("runs") / f"{server.name.replace(os.sep, '-')}-serve"
         return RunFolder(prepare.new_folder(stem))
     folder = RunFolder(asked)
-    lock.check(folder.path)
+    lock.reject_locked(folder.path)
     if folder.spec_file.exists():
         names = (folder.path.with_name(f"{folder.path.name}-{k}") for k in itertools.count(2))
         free = next(name for name in names if not name.exists())
@@ -62,12 +62,12 @@ def listeners(
 
 def chat_templates(server: PreparedServer, stack: contextlib.ExitStack) -> Renderer | None:
     """What renders the model's chats; closed with the stack. Raises HocketError: it cannot."""
-    from hocket.models.chat_template import file_of, written
+    from hocket.models.chat_template import file_of, written_templates
     from hocket.serving.front.renderer import Renderer
     from hocket.serving.http.settings import HttpSettings
 
     file = server.options.chat_template_file
-    texts, words = written(server.source.tokenizer, file_of(file) if file else None)
+    texts, words = written_templates(server.source.tokenizer, file_of(file) if file else None)
     if not texts:
         return None
     return stack.enter_context(Renderer(texts, words, seconds=HttpSettings.render_seconds))
@@ -89,7 +89,7 @@ class Launchers:
 
     def make(self, number: int) -> Launcher:
         """A warm one for the replica of that number, with GPUs of its own."""
-        from hocket.jobs.serving.gpus import visible
+        from hocket.jobs.serving.gpus import replica_gpus
         from hocket.jobs.train import modeling_modules
         from hocket.launch import Launcher
         from hocket.ranks.serving import PRELOAD
@@ -101,7 +101,7 @@ class Launchers:
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         }
         if self.server.device == "cuda":
-            devices = visible(number, size)
+            devices = replica_gpus(number, size)
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         preload = (*PRELOAD, "hocket.ranks.serving", "hocket.runtime.shm")
         return self.stack.enter_context(
@@ -126,6 +126,6 @@ def require_split(launcher: Launcher, server: PreparedServer) -> None:
 
 def kernels_remark(server: PreparedServer) -> str | None:
     """Why CPU ranks compute without kernels in C, and the fix; None where they have them."""
-    from hocket.runtime.native.library import remark
+    from hocket.runtime.native.library import library_remark
 
-    return remark() if server.device == "cpu" else None
+    return library_remark() if server.device == "cpu" else None

@@ -26,7 +26,7 @@ RUN_HERE = ("bf16", "fp32")
 """Precisions that hocket serves in."""
 
 
-def text(plans: Sequence[ServicePlan]) -> str:
+def plans_text(plans: Sequence[ServicePlan]) -> str:
     """The answers as text."""
     if len(plans) == 1:
         return "\n".join(_wrapped(_single(plans[0])))
@@ -80,18 +80,18 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
         )
 
 
-def emitted(plan: ServicePlan, tool: str) -> str:
+def emitted_deployment(plan: ServicePlan, tool: str) -> str:
     """The best deployment as another server's command.
 
     Raises:
         OptionError: an unknown server, or a deployment that it cannot divide so.
     """
     from hocket.planning.service.emit import Deployment
-    from hocket.planning.service.emit import command as tools_command
+    from hocket.planning.service.emit import server_command as tools_command
 
     check_tool(tool, model=plan.model, one=True)
     if tool == HOCKET:
-        words = command([plan])
+        words = serve_command([plan])
         if words is None:
             raise OptionError(
                 f"{plan.model}: hocket serve runs no such deployment: it takes bf16 or fp32 on one "
@@ -132,7 +132,7 @@ def emitted(plan: ServicePlan, tool: str) -> str:
     return tools_command(tool, deployment)
 
 
-def command(plans: Sequence[ServicePlan]) -> list[str] | None:
+def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
     """The words of `hocket serve` for the best deployment; None where hocket does not run it."""
     best = plans[0].best if len(plans) == 1 else None
     if best is None or plans[0].claim or best.num_nodes > 1:
@@ -153,7 +153,7 @@ def catalogue_entry(model: str) -> CatalogueModel | None:
     """The catalogue's entry of a name; None for any other model."""
     from hocket.catalogue import models as catalogued
 
-    return catalogued.entry(model) if model in catalogued.names() else None
+    return catalogued.entry(model) if model in catalogued.model_names() else None
 
 
 def _served_model(plan: ServicePlan, entry: CatalogueModel | None) -> str:

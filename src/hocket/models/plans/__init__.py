@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hocket.models.failure import place
+from hocket.models.failure import failure_place
 from hocket.models.plans.experts import expert_plan
 from hocket.models.plans.families import FAMILIES
 from hocket.models.plans.positions import counts_from_mask
@@ -37,7 +37,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         reasons["stages"] = error.message
         decoder = str(getattr(model, "base_model_prefix", ""))
     except Exception as error:  # a forward of any family may fail in its own way
-        reasons["stages"] = f"its tiny proxy model does not run: it fails in {place(error)}"
+        reasons["stages"] = f"its tiny proxy model does not run: it fails in {failure_place(error)}"
         decoder = str(getattr(model, "base_model_prefix", ""))
     try:
         layers = stages.layers if stages is not None else ""

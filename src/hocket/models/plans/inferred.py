@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from hocket.models.failure import place
+from hocket.models.failure import failure_place
 from hocket.models.plans.pairs import BlockNames, heads_of, pairs
 from hocket.models.plans.segments import (
     GROUPS,
     KEY_VALUE_COUNTS,
     QUERY_COUNTS,
     Unsplittable,
+    dotted_name,
     folded,
-    joined,
     linear_split,
     pattern_of,
 )
@@ -50,7 +50,8 @@ def inferred_plan(
     except Exception as error:  # a forward of any family may fail in its own way
         return (
             None,
-            f"nothing can be inferred from its tiny proxy model, which fails in {place(error)}",
+            "nothing can be inferred from its tiny proxy model, which fails in "
+            f"{failure_place(error)}",
         )
     splits: dict[str, Split] = {}
     patches: dict[str, tuple[Patch, ...]] = {}
@@ -65,8 +66,8 @@ def inferred_plan(
                 notes.append(f"*.{pair.name}: {error}")
                 continue
             prefix = f"{layers}.{index}"
-            splits |= {joined(prefix, name): split for name, split in found.items()}
-            patches |= {joined(prefix, name): counted for name, counted in counts.items()}
+            splits |= {dotted_name(prefix, name): split for name, split in found.items()}
+            patches |= {dotted_name(prefix, name): counted for name, counted in counts.items()}
     told = "; ".join(f"replicated: {note}" for note in dict.fromkeys(notes))
     if not splits:
         kind = getattr(model.config, "model_type", "")
@@ -86,8 +87,8 @@ def _whole(layers: nn.Module, prefix: str, splits: Mapping[str, Split]) -> str:
         least = _LEAST * sum(p.numel() for p in layer.parameters())
         for name, module in layer.named_modules():
             own = sum(p.numel() for p in module.parameters(recurse=False))
-            if own > least and joined(prefix, str(index), name) not in splits:
-                found[pattern_of(joined("*", name))] = None
+            if own > least and dotted_name(prefix, str(index), name) not in splits:
+                found[pattern_of(dotted_name("*", name))] = None
     return ", ".join(found)
 
 

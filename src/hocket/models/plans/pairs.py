@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.models.plans.families import ModuleRule
-from hocket.models.plans.segments import QUERY_COUNTS, Unsplittable, is_linear
+from hocket.models.plans.segments import QUERY_COUNTS, Unsplittable, computes_linear
 from hocket.models.proxy import ProxyModel
 
 KINDS = ("heads", "kv", "qkv", "head_triple", "group", "units", "pair", "pair_rows")
@@ -132,7 +132,7 @@ def _watched(model: Any, layers: str) -> Iterator[tuple[nn.Module, list[_Call]]]
 
     for into, layer in zip(calls, held, strict=True):
         for name, module in layer.named_modules():
-            if name and is_linear(module):
+            if name and computes_linear(module):
                 module.register_forward_hook(watch(into, name))
     ids = torch.arange(3, 19).unsqueeze(0)
     positions = torch.arange(ids.shape[1]).unsqueeze(0)

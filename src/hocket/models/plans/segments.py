@@ -24,7 +24,7 @@ class Unsplittable(Exception):
     """A block that has to be replicated; the text says why."""
 
 
-def is_linear(module: nn.Module) -> bool:
+def computes_linear(module: nn.Module) -> bool:
     """Whether a module computes a product with its weight and nothing else."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return plain or isinstance(module, Conv1D) or type(module).__name__ in LINEAR_BY_NAME
@@ -45,7 +45,7 @@ def linear_split(
     Raises:
         Unsplittable: the layer is no plain product, or its rows do not fall into such units.
     """
-    if not is_linear(module):
+    if not computes_linear(module):
         raise Unsplittable(f"{type(module).__name__} is not a plain linear layer")
     transposed = isinstance(module, Conv1D)
     weight: Any = module.weight
@@ -143,7 +143,7 @@ def _said(config: Any, name: str) -> Any:
 # --- names -------------------------------------------------------------------------------------
 
 
-def joined(*parts: str) -> str:
+def dotted_name(*parts: str) -> str:
     """The dotted name of parts, of which some may be empty."""
     return ".".join(part for part in parts if part)
 

@@ -22,9 +22,9 @@ from hocket.models.plans.segments import (
     KEY_VALUE_COUNTS,
     QUERY_COUNTS,
     Unsplittable,
+    dotted_name,
     folded,
     head_size,
-    joined,
     linear_split,
     pattern_of,
     query_heads,
@@ -97,13 +97,13 @@ def tensor_plan(
             patches[block.name] = found
         if family is not None:
             for pattern, arguments in family.head_inputs.items():
-                if matches(joined(decoder, pattern), block.name):
+                if matches(dotted_name(decoder, pattern), block.name):
                     inputs[block.name] = tuple(
                         InputSlice(argument=argument, dim=dim, units=config.num_attention_heads)
                         for argument, dim in arguments
                     )
     for pattern, why in (family.whole if family is not None else {}).items():
-        whole[why].add(joined(decoder, pattern))
+        whole[why].add(dotted_name(decoder, pattern))
     notes = [f"{', '.join(sorted(names))} replicated: {why}" for why, names in whole.items()]
     if not splits:
         return None, "; ".join(notes) or "its tensor plan matches no module"
@@ -119,7 +119,7 @@ def _blocks_of_family(model: nn.Module, decoder: str, family: PlanFamily) -> lis
     blocks: dict[str, _Block] = {}
     for name, _ in model.named_modules():
         for pattern, rule in family.rules.items():
-            if matches(joined(decoder, pattern), name):
+            if matches(dotted_name(decoder, pattern), name):
                 parent = name.rpartition(".")[0]
                 block = blocks.setdefault(parent, _Block(parent, model.get_submodule(parent)))
                 block.rules[name] = rule
@@ -131,7 +131,7 @@ def _blocks_of_upstream(
 ) -> list[_Block]:
     prefix = str(getattr(model, "base_model_prefix", ""))
     base = prefix if isinstance(getattr(model, prefix, None), nn.Module) else decoder
-    patterns = {joined(base, pattern): style for pattern, style in upstream.items()}
+    patterns = {dotted_name(base, pattern): style for pattern, style in upstream.items()}
     blocks: dict[str, _Block] = {}
 
     def block(name: str) -> _Block:
@@ -226,7 +226,7 @@ def _leftovers(block: _Block, splits: Mapping[str, Split], config: Any) -> dict[
     size = head_size(block.module, config)
     for name, module in block.module.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        full = joined(block.name, name)
+        full = dotted_name(block.name, name)
         if not own or full in splits:
             continue
         if name and all(p.numel() in (1, size) for p in own.values()):

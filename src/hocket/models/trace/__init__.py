@@ -25,7 +25,7 @@ from hocket.models.proxy import proxy_of
 from hocket.models.trace.fused import Costs
 from hocket.models.trace.graph import Splits
 from hocket.models.trace.record import TracedSize
-from hocket.models.trace.run import Run, run
+from hocket.models.trace.run import Run, run_trace
 from hocket.spec.model_shape import BlockShape, ModelShape, Weight
 from hocket.spec.plan import Split, TensorPlan, WeightSegment, matches
 
@@ -85,10 +85,10 @@ def trace(
     text = json.dumps([config.to_dict(), name, dtype, frozen, size], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:
-        done = run(config, _DTYPES[dtype], frozen=frozen)
+        done = run_trace(config, _DTYPES[dtype], frozen=frozen)
         found = _shape(done, name or str(config.model_type))
         if found.uneven and size is not None:
-            sized = run(config, _DTYPES[dtype], frozen=frozen, traced=TracedSize(*size))
+            sized = run_trace(config, _DTYPES[dtype], frozen=frozen, traced=TracedSize(*size))
             found = _with_saved(found, _shape(sized, found.name))
         _cache[key] = found
     return _cache[key]

@@ -70,7 +70,7 @@ def _table(graph: Graph, value: int, size: int) -> Saved:
     )
 
 
-def kernels(graph: Graph) -> list[MemoryBound]:
+def eager_elements(graph: Graph) -> list[MemoryBound]:
     """Elements moved by all operations but products and attention."""
     amounts: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
     for at, ops in ((0, graph.part.forward), (1, graph.part.backward)):

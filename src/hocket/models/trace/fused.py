@@ -158,7 +158,7 @@ class Costs(Graph):
 
     def unfused(self) -> tuple[MemoryBound, ...]:
         """The same work operation by operation, and what attention adds without a flash kernel."""
-        return (*self._core_kernels(), *eager.kernels(self))
+        return (*self._core_kernels(), *eager.eager_elements(self))
 
     def saved(self) -> tuple[Saved, ...]:
         """What is held from forward to backward."""

@@ -50,7 +50,7 @@ class Run:
     linear: frozenset[str]
 
 
-def run(
+def run_trace(
     config: Any,
     dtype: torch.dtype = torch.bfloat16,
     *,
@@ -84,7 +84,7 @@ def _positions(config: Any) -> list[int]:
 
 
 def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> Run:
-    """As `run`, at one size.
+    """As `run_trace`, at one size.
 
     `dtype` is that of its weights: what a model casts to fp32 and back costs nothing in fp32. Where
     it is `frozen`, no weight has a gradient.
@@ -95,7 +95,7 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        model = skeleton.build(config, dtype=dtype, device="cpu").train()
+        model = skeleton.build_skeleton(config, dtype=dtype, device="cpu").train()
         model.requires_grad_(not frozen)
     name, layers = _layers(model, int(config.num_hidden_layers))
     kinds = _kinds(layers)

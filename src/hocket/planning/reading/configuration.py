@@ -88,7 +88,7 @@ class ToolConfiguration:
         return Layout(dp=data, microbatches=count, **fields)
 
 
-def whole(value: object, key: str, *, least: int = 1) -> int:
+def whole_number(value: object, key: str, *, least: int = 1) -> int:
     """A whole number of a file. Raises OptionError for anything else, or too large a one."""
     if isinstance(value, str) and value.strip().lstrip("-").isdigit() and len(value) < 20:
         value = int(value)
@@ -98,8 +98,8 @@ def whole(value: object, key: str, *, least: int = 1) -> int:
 
 
 def degree(value: object, key: str) -> int:
-    """As `whole`, of a degree of parallelism."""
-    found = whole(value, key)
+    """As `whole_number`, of a degree of parallelism."""
+    found = whole_number(value, key)
     if found > MOST_DEGREE:
         raise OptionError(f"{key} is {found:,}; at most {MOST_DEGREE:,} is read")
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hocket.planning.reading import sections
-from hocket.planning.reading.configuration import ToolConfiguration, degree, unread, whole
+from hocket.planning.reading.configuration import ToolConfiguration, degree, unread, whole_number
 
 
 def deepspeed(text: str) -> ToolConfiguration:
     """A JSON configuration."""
-    return _deepspeed(sections.load(text, "json"), "")
+    return _deepspeed(sections.load_sections(text, "json"), "")
 
 
 def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
@@ -33,7 +33,7 @@ def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
     cp = number("sequence_parallel_size", 1) or 1
     fields: dict[str, Any] = {"tp": tp, "cp": cp, "pp": 1}
     stage = get("zero_optimization.stage", 0)
-    fields["zero"] = whole(stage, "zero_optimization.stage", least=0)
+    fields["zero"] = whole_number(stage, "zero_optimization.stage", least=0)
     shard = number("zero_optimization.mics_shard_size")
     if shard:
         fields["shard"] = shard

@@ -36,7 +36,7 @@ _SIGNS = (
 )
 
 
-def read(file: str) -> tuple[str, ToolConfiguration]:
+def read_tool_file(file: str) -> tuple[str, ToolConfiguration]:
     """The text of a file and what it says. Nothing of it is executed.
 
     Raises:
@@ -56,10 +56,10 @@ def read(file: str) -> tuple[str, ToolConfiguration]:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise OptionError(f"--from {file}: it is not UTF-8 text") from None
-    return text, READERS[kind(file, text)](text)
+    return text, READERS[file_kind(file, text)](text)
 
 
-def kind(file: str, text: str) -> str:
+def file_kind(file: str, text: str) -> str:
     """The reader for a file, by its ending, else by its flags. Raises OptionError: none."""
     ending = os.path.splitext(file)[1]
     for end, pattern, name in _WITHIN:
@@ -86,7 +86,7 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
     """The text of the file for another layout of the same tool."""
     tool = configuration.tool
     if tool == "megatron":
-        return words.edit(text, _without_defaults(text, megatron.flags(job)))
+        return words.edit_flags(text, _without_defaults(text, megatron._megatron_flags(job)))
     if tool == "torchtitan":
         text = re.sub(
             r"--parallelism\.module[_-]fqns[_-]per[_-]model[_-]part(\s+[a-z][\w.,]*(?=\s))*\s*(\\\n\s*)?",
@@ -97,12 +97,12 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         text, count = re.subn(r"activation-checkpoint:[\w-]+", word, text)
         if not count:
             text = f"{text.rstrip()} {word}\n"
-        return words.edit(text, _without_defaults(text, torchtitan.flags(job)))
+        return words.edit_flags(text, _without_defaults(text, torchtitan._torchtitan_flags(job)))
     if tool == "megatron-bridge":
         values = megatron.bridge_values(job)
-        return python.edit(text, values, defaults=megatron.BRIDGE_DEFAULTS)
+        return python.edit_python(text, values, defaults=megatron.BRIDGE_DEFAULTS)
     if tool == "torchtitan-python":
-        return python.edit(text, _titan(job, tokens="num_tokens_per_train_step" in text))
+        return python.edit_python(text, _titan(job, tokens="num_tokens_per_train_step" in text))
     written = TOOLS[tool].write(job)
     if tool == "torchtitan-0.2.2":
         new = tomllib.loads(written)
@@ -111,14 +111,14 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         owned = [f"parallelism.{key}" for key in (*torchtitan.parallelism(job),
                  "module_fqns_per_model_part", "expert_tensor_parallel_degree")]  # fmt: skip
         owned += ["training.enable_cpu_offload", "training.mixed_precision_param"]
-        return sections.edit(text, "toml", {**dict.fromkeys(owned), **flat})
+        return sections.edit_sections(text, "toml", {**dict.fromkeys(owned), **flat})
     form = "json" if tool == "deepspeed" else "yaml"
-    flat = sections.load(written, form)
+    flat = sections.load_sections(written, form)
     flat.pop("comment", None)
-    return sections.edit(text, form, {**dict.fromkeys(_OWNED.get(tool, ())), **flat})
+    return sections.edit_sections(text, form, {**dict.fromkeys(_OWNED.get(tool, ())), **flat})
 
 
-def difference(file: str, old: str, new: str) -> str:
+def text_diff(file: str, old: str, new: str) -> str:
     """As `diff -u` prints it; empty where nothing changes."""
     lines = difflib.unified_diff(
         old.splitlines(keepends=True), new.splitlines(keepends=True), file, file
@@ -165,7 +165,7 @@ def _titan(job: ToolJob, *, tokens: bool) -> dict[str, Any]:
     """Values of torchtitan's configuration objects; `tokens`: batches in tokens."""
     found = {f"parallelism.{k}": v for k, v in torchtitan.parallelism(job).items()}
     if job.layout.pp > 1:
-        found["parallelism.module_fqns_per_model_part"] = torchtitan.parts(job, "lm_head")
+        found["parallelism.module_fqns_per_model_part"] = torchtitan._stage_modules(job, "lm_head")
     if tokens:
         seq = job.facts.seq_len
         found.pop("parallelism.pipeline_parallel_microbatch_size")

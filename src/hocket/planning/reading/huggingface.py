@@ -10,14 +10,14 @@ from hocket.planning.reading.configuration import (
     degree,
     not_a_layout,
     unread,
-    whole,
+    whole_number,
 )
 from hocket.spec.errors import OptionError
 
 
 def accelerate(text: str) -> ToolConfiguration:
     """A YAML of `accelerate config`."""
-    found = sections.load(text, "yaml")
+    found = sections.load_sections(text, "yaml")
     used: set[str] = set()
 
     def get(key: str, default: Any = None) -> Any:
@@ -41,11 +41,11 @@ def accelerate(text: str) -> ToolConfiguration:
     notes = ["batch sizes are set in the script"]
     if kind == "DEEPSPEED":
         stage = get("deepspeed_config.zero_stage", 0)
-        fields["zero"] = whole(stage, "zero_stage", least=0)
+        fields["zero"] = whole_number(stage, "zero_stage", least=0)
         if get("deepspeed_config.offload_optimizer_device", "none") not in ("none", None):
             fields["offload"] = "optimizer"
     elif kind == "FSDP":
-        version = whole(get("fsdp_config.fsdp_version", 1), "fsdp_version")
+        version = whole_number(get("fsdp_config.fsdp_version", 1), "fsdp_version")
         after = get("fsdp_config.fsdp_reshard_after_forward", True)
         name = str(get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
         old = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0}
@@ -81,7 +81,7 @@ _PIPELINES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"
 
 def automodel(text: str) -> ToolConfiguration:
     """A recipe's YAML of NeMo Automodel: `distributed` and `step_scheduler`."""
-    found = sections.load(text, "yaml")
+    found = sections.load_sections(text, "yaml")
     used: set[str] = set()
 
     def get(key: str, default: Any = None) -> Any:

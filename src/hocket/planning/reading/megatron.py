@@ -60,7 +60,7 @@ _RECIPES = ("bf16", "fp16", "fp8", "fp4")
 
 def megatron(text: str) -> ToolConfiguration:
     """Megatron-LM's arguments, alone or in a launch script."""
-    _, found = words.flags(text)
+    _, found = words.words_and_flags(text)
     return _megatron("megatron", dict(found), {})
 
 

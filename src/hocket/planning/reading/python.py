@@ -95,7 +95,9 @@ def _number(node: ast.expr, depth: int) -> int | None:
     return None
 
 
-def edit(text: str, changes: dict[str, Any], *, defaults: Mapping[str, Any] | None = None) -> str:
+def edit_python(
+    text: str, changes: dict[str, Any], *, defaults: Mapping[str, Any] | None = None
+) -> str:
     """The text with other values of dotted names; what it does not set is added before its last
     `return`. None leaves a name as it is.
 

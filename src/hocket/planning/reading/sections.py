@@ -14,7 +14,7 @@ Flat = dict[str, Any]
 """Keys of all levels joined by dots."""
 
 
-def load(text: str, kind: str) -> Flat:
+def load_sections(text: str, kind: str) -> Flat:
     """A `toml`, `json` or `yaml` file.
 
     Raises:
@@ -56,7 +56,7 @@ def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Flat:
     return found
 
 
-def edit(text: str, kind: str, changes: Flat) -> str:
+def edit_sections(text: str, kind: str, changes: Flat) -> str:
     """The text with other values; None takes a key out."""
     if kind == "json":
         return _edit_json(text, changes)

@@ -11,7 +11,7 @@ from hocket.planning.reading.configuration import (
     degree,
     not_a_layout,
     unread,
-    whole,
+    whole_number,
 )
 
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -63,7 +63,7 @@ def _number(found: dict[str, Any], name: str) -> int:
 
 def _tokens(found: dict[str, Any], name: str, *, least: int = 1) -> int | None:
     value = found.get(name)
-    return None if value is None else whole(value, name, least=least)
+    return None if value is None else whole_number(value, name, least=least)
 
 
 def _precision(found: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ def _precision(found: dict[str, Any]) -> str:
 
 def vllm(text: str) -> ToolConfiguration:
     """A `vllm serve` line."""
-    others, given = words.flags(text)
+    others, given = words.words_and_flags(text)
     found: dict[str, Any] = {SHORT.get(name, name): value for name, value in given.items()}
     used = {
         *_PLACED["vllm"], "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens",
@@ -113,7 +113,7 @@ def sglang(text: str) -> ToolConfiguration:
     Its tensor ranks are all ranks of a stage; with `--attn-dp-size` attention divides them into
     data ranks, and experts take all of them.
     """
-    _, given = words.flags(text)
+    _, given = words.words_and_flags(text)
     found: dict[str, Any] = {OTHER.get(name, name): value for name, value in given.items()}
     found.pop("-m", None)
     used = {
@@ -161,19 +161,21 @@ def changed_command(text: str, tool: str, written: str) -> str:
     Args:
         written: the other command, as `service.emit.command` prints it.
     """
-    given = words.flags(written)[1]
+    given = words.words_and_flags(written)[1]
     spelled = {long: short for short, long in (SHORT if tool == "vllm" else OTHER).items()
                if re.search(rf"(^|\s){re.escape(short)}(?![\w-])", text)}  # fmt: skip
     changes: dict[str, Any] = {
         name: True if value is None else value for name, value in given.items() if name != "-m"
     }
     changes.pop("--model-path", None)
-    old = words.flags(text)[1]
+    old = words.words_and_flags(text)[1]
     gone = {*_PLACED[tool]}  # and a precision of weights that the other command does without
     gone |= {"--quantization"} if str(old.get("--quantization")).startswith("fp8") else set()
     gone |= {"--dtype"} if old.get("--dtype") in HALF else set()
     changes |= {name: None for name in sorted(gone) if name not in changes}
-    text = words.edit(text, {spelled.get(name, name): value for name, value in changes.items()})
+    text = words.edit_flags(
+        text, {spelled.get(name, name): value for name, value in changes.items()}
+    )
     text = _PARTITION.sub("", text)
     if (match := _PARTITION.search(written)) is not None:
         text = re.sub(r"(?m)^(?=(vllm serve|python\S* -m sglang))", match[0], text, count=1)

@@ -11,7 +11,7 @@ from hocket.planning.reading.configuration import (
     degree,
     not_a_layout,
     unread,
-    whole,
+    whole_number,
 )
 from hocket.planning.reading.python import assignments
 from hocket.planning.tools.torchtitan import SCHEDULES
@@ -22,12 +22,12 @@ _TITAN_SCHEDULES = {name.lower(): ours for ours, name in SCHEDULES.items()}
 
 def torchtitan_toml(text: str) -> ToolConfiguration:
     """A TOML, of release 0.2.2 or earlier."""
-    return _titan("torchtitan-0.2.2", sections.load(text, "toml"))
+    return _titan("torchtitan-0.2.2", sections.load_sections(text, "toml"))
 
 
 def torchtitan(text: str) -> ToolConfiguration:
     """A line of flags of release 0.3.0."""
-    _, flags = words.flags(text)
+    _, flags = words.words_and_flags(text)
     found: dict[str, Any] = {}
     for name, value in flags.items():
         found[name.lstrip("-").replace("-", "_")] = True if value is None else value
@@ -157,14 +157,16 @@ def _titan_tokens(
             "max_context_length",
         )
     }  # fmt: skip
-    seq = whole(found.get(keys["max_context_length"], 2048), "max_context_length")
-    each = whole(found[keys["num_tokens_per_microbatch_per_dp_rank"]], "tokens of a microbatch")
+    seq = whole_number(found.get(keys["max_context_length"], 2048), "max_context_length")
+    each = whole_number(
+        found[keys["num_tokens_per_microbatch_per_dp_rank"]], "tokens of a microbatch"
+    )
     step = found.get(keys["num_tokens_per_train_step"])
     if each % seq:
         raise OptionError(f"{each} tokens of a microbatch are not a multiple of {seq}")
     return ToolConfiguration(
         tool="torchtitan-python", fields=fields, data_ranks=data, microbatch=each // seq,
-        global_batch=None if step in (None, -1) else whole(step, "tokens of a step") // seq,
+        global_batch=None if step in (None, -1) else whole_number(step, "tokens of a step") // seq,
         seq_len=seq, precision="bf16", notes=tuple(notes),
         unread=unread(found, {*used, *keys.values(), "parallelism.num_pp_microbatches"}),
     )  # fmt: skip

@@ -24,7 +24,7 @@ LISTS = ("--recompute-modules",)
 """Flags that take several words."""
 
 
-def flags(text: str) -> tuple[list[str], dict[str, str | None]]:
+def words_and_flags(text: str) -> tuple[list[str], dict[str, str | None]]:
     """Words that are no flags' values, in order, and flags with their values.
 
     A flag without a value has None. Of a flag that is given twice the last one counts.
@@ -58,7 +58,7 @@ def flags(text: str) -> tuple[list[str], dict[str, str | None]]:
     return others, found
 
 
-def edit(text: str, changes: Mapping[str, Any]) -> str:
+def edit_flags(text: str, changes: Mapping[str, Any]) -> str:
     """The text with other values of flags: True is a flag alone, None or False takes it out."""
     last = 0
     for name, value in changes.items():

@@ -63,7 +63,7 @@ class Deployment:
         return -(-self.tp * self.pp // self.gpus_per_node)
 
 
-def command(server: str, deployment: Deployment) -> str:
+def server_command(server: str, deployment: Deployment) -> str:
     """The command of `vllm` or `sglang`.
 
     Raises:

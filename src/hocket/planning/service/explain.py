@@ -12,7 +12,7 @@ from typing import Any
 
 from hocket.planning.explain import LINKS, NVLINK, WITH, WITHOUT, about_links
 from hocket.planning.layouts import tensor_degrees
-from hocket.planning.service.forecast import ServiceForecast, between, misses
+from hocket.planning.service.forecast import ServiceForecast, misses, value_range
 from hocket.planning.service.plan import KindAnswer
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.search import (
@@ -20,15 +20,15 @@ from hocket.planning.service.search import (
     Deployed,
     Pins,
     candidate,
+    forecast_of,
     played,
-    search,
-    told,
+    search_deployments,
     too_slow,
 )
 from hocket.spec.units import format_bytes, format_seconds
 
 
-def explain(
+def explain_deployment(
     problem: ServiceProblem,
     best: ServiceForecast,
     kinds: Sequence[KindAnswer] = (),
@@ -104,7 +104,7 @@ def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:
     found = _best(problem.unbounded(), axes)
     if found is None:
         return "No number of these replicas that is looked at meets the goals."
-    return f"{told(problem, found).layout} meets the goals, on {gpus(found.gpus)}."
+    return f"{forecast_of(problem, found).layout} meets the goals, on {_gpus_text(found.gpus)}."
 
 
 # --- its neighbours ------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
         if found is None:
             yield f"{name}: {_cannot(problem, best, {**pins, **change})}."
             continue
-        other = told(problem, found)
+        other = forecast_of(problem, found)
         assert other.end_to_end is not None
         assert best.end_to_end is not None
         if other.layout == layout:
@@ -137,7 +137,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
         verdict = (
             f"as many GPUs, answers {slower:+.0%} long"
             if other.num_gpus == best.num_gpus
-            else f"{gpus(other.num_gpus)} ({more:+.0%}), {_why(problem, best, other)}"
+            else f"{_gpus_text(other.num_gpus)} ({more:+.0%}), {_why(problem, best, other)}"
         )
         yield f"{name} at best ({other.layout}): {verdict}."
 
@@ -193,7 +193,7 @@ def _kinds(best: ServiceForecast, kinds: Sequence[KindAnswer]) -> Iterator[str]:
         if other is None:
             yield f"{kind.gpu}: {kind.reason}."
             continue
-        text = f"{kind.gpu}: {gpus(other.num_gpus)} as {other.layout}"
+        text = f"{kind.gpu}: {_gpus_text(other.num_gpus)} as {other.layout}"
         if other.dollars_per_hour is not None and best.dollars_per_hour is not None:
             text += f", {other.dollars_per_hour / best.dollars_per_hour - 1:+.0%} dollars"
         elif other.dollars_per_hour is None:
@@ -211,7 +211,7 @@ def _changes(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int
         if found is None:
             yield about_links(name, f"With {name} no deployment meets the goals.", matters=True)
             continue
-        other = told(changed, found)
+        other = forecast_of(changed, found)
         if other.num_gpus == best.num_gpus:
             assert other.end_to_end is not None
             assert best.end_to_end is not None
@@ -224,7 +224,7 @@ def _changes(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int
             text = f"With {name}: as many GPUs, {layout}; answers {longer:+.0%} long."
             yield about_links(name, text, matters=abs(longer) >= 0.01)
         else:
-            text = f"With {name}: {gpus(other.num_gpus)}, {other.layout}."
+            text = f"With {name}: {_gpus_text(other.num_gpus)}, {other.layout}."
             yield about_links(name, text, matters=True)
     if unmoved:
         yield f"The same layout wins with {', '.join(unmoved)}."
@@ -263,9 +263,9 @@ def _counterfactuals(problem: ServiceProblem) -> Iterator[tuple[str, ServiceProb
             dataclasses.replace(problem, precision="fp8", bounded=False),
         )
     slow = {
-        f"{name}_ms": goal / between(name, 1.0).high  # type: ignore[union-attr]
+        f"{name}_ms": goal / value_range(name, 1.0).high  # type: ignore[union-attr]
         for name, goal in (("ttft", service.ttft_ms), ("tpot", service.tpot_ms))
-        if goal is not None and between(name, 1.0) is not None
+        if goal is not None and value_range(name, 1.0) is not None
     }
     if slow:
         yield "latencies at the 90th percentile of their error", under(**slow)
@@ -280,7 +280,7 @@ def _counterfactuals(problem: ServiceProblem) -> Iterator[tuple[str, ServiceProb
 
 
 def _best(problem: ServiceProblem, pins: dict[str, int]) -> Deployed | None:
-    found = search(problem, top=1, pins=pins)
+    found = search_deployments(problem, top=1, pins=pins)
     return found[0] if found else None
 
 
@@ -291,6 +291,6 @@ def _replicas(best: ServiceForecast) -> str:
     return f"{count} replicas of {gpus}" if count > 1 else f"one replica of {gpus}"
 
 
-def gpus(count: int) -> str:
+def _gpus_text(count: int) -> str:
     """`1 GPU`, `2 GPUs`."""
     return f"{count} GPU" + "s" * (count != 1)

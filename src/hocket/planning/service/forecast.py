@@ -90,7 +90,7 @@ class ServiceForecast:
         return {**dataclasses.asdict(self), "layout": str(self.layout)}
 
 
-def forecast(
+def deployment_forecast(
     problem: ServiceProblem,
     *,
     tp: int,
@@ -140,15 +140,15 @@ def forecast(
         request_tokens_per_second=None
         if latencies is None
         else latencies.request_tokens_per_second,
-        ttft_range=None if latencies is None else between("ttft", latencies.ttft.at(at)),
-        tpot_range=None if latencies is None else between("tpot", latencies.tpot.at(at)),
+        ttft_range=None if latencies is None else value_range("ttft", latencies.ttft.at(at)),
+        tpot_range=None if latencies is None else value_range("tpot", latencies.tpot.at(at)),
         prefill_seconds=prefill_alone(problem, tp, pp, chunk),
         decode_seconds=_alone(table.terms(0, 1), service.context),
         requests_per_second=service.requests_per_second,
         most_requests_per_second=most * replicas,
         output_tokens_per_second=output,
         most_output_tokens_per_second=full,
-        most_range=between("throughput", full),
+        most_range=value_range("throughput", full),
         load=service.requests_per_second / (most * replicas),
         memory_by_kind={
             "weights": round(prices.weight_bytes),
@@ -203,13 +203,13 @@ def nodes(problem: ServiceProblem, size: int, replicas: int) -> int:
     return math.ceil(replicas / (held // size))
 
 
-def between(what: str, value: float) -> Range | None:
+def value_range(what: str, value: float) -> Range | None:
     """A value with its 10th and 90th percentile, by measured over predicted in the validation.
 
     Args:
         what: `ttft`, `tpot` or `throughput`.
     """
-    residuals = serving_constants.file().get("residuals", {}).get(what)
+    residuals = serving_constants.engine_file().get("residuals", {}).get(what)
     if residuals is None:
         return None
     low, high = residuals

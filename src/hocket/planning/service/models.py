@@ -45,14 +45,14 @@ class Hypothesis:
     shape: ModelShape
 
 
-def names() -> tuple[str, ...]:
+def hypothesis_names() -> tuple[str, ...]:
     """Models that are answered by hypotheses."""
     return ("gpt-4",)
 
 
 def hypotheses(name: str, *, precision: str = "bf16") -> tuple[Hypothesis, ...]:
     """What a model of `names()` could be, smallest first."""
-    assert name in names(), name
+    assert name in hypothesis_names(), name
     quoted = "a size often named in questions about GPT-4, with no source that can be checked"
     found = []
     for size in (150_000_000_000, 200_000_000_000):

@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.planning.service.forecast import ServiceForecast
 from hocket.planning.service.problem import ServiceProblem
-from hocket.planning.service.search import Deployed, Pins, candidates, search
+from hocket.planning.service.search import Deployed, Pins, candidate_replicas, search_deployments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def need_map(
         if known is not None and (rate, tpot) == (service.requests_per_second, service.tpot_ms):
             return known.num_gpus, str(known.layout)
         found = need(problem, rate, tpot, pins)
-        return (None, None) if found is None else (found.gpus, text(found))
+        return (None, None) if found is None else (found.gpus, _layout_text(found))
 
     cells = [[cell(rate, tpot) for tpot in tpots] for rate in rates]
     return NeedMap(
@@ -77,11 +77,11 @@ def need(
         ttft_ms=None if tpot is None else problem.service.ttft_ms,
     )
     other = problem.under(service, bounded=False)
-    found = search(other, top=1, pins=pins, found=candidates(other, pins))
+    found = search_deployments(other, top=1, pins=pins, found=candidate_replicas(other, pins))
     return found[0] if found else None
 
 
-def text(deployed: Deployed) -> str:
+def _layout_text(deployed: Deployed) -> str:
     """The layout of a deployment: `dp2.tp4`."""
     one = deployed.candidate
     degrees = (("dp", deployed.replicas * one.ep), ("pp", one.pp), ("tp", one.tp), ("ep", one.ep))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hocket.planning.layouts import tensor_degrees
-from hocket.planning.service.forecast import ServiceForecast, forecast, nodes
+from hocket.planning.service.forecast import ServiceForecast, deployment_forecast, nodes
 from hocket.planning.service.memory import MemoryLevels, MemoryMinimum, held_levels, memory_minimum
 from hocket.planning.service.need import NeedMap
 from hocket.planning.service.problem import LARGEST, ServiceProblem, usual_chunk
@@ -16,13 +16,13 @@ from hocket.planning.service.search import (
     Candidate,
     Pins,
     candidate,
-    candidates,
+    candidate_replicas,
     deploy,
+    forecast_of,
     least_replicas,
     most_replicas,
     played,
-    search,
-    told,
+    search_deployments,
     too_slow,
 )
 from hocket.spec import legality, renamed
@@ -131,13 +131,13 @@ class ServicePlan:
         return data
 
 
-def parse_pins(texts: Sequence[str]) -> dict[str, int]:
+def service_pins(texts: Sequence[str]) -> dict[str, int]:
     """Pins from `tp=8`. Raises OptionError: no such axis, with the nearest, or no whole number."""
     found: dict[str, int] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
-        (key,) = renamed.options({key: None}, PINS)
+        (key,) = renamed.present_options({key: None}, PINS)
         if key not in PINS:
             message, hint = unknown("axis", key, PINS)
             raise OptionError(f"--pin: {message}", hint=hint)
@@ -156,15 +156,15 @@ def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) 
     pins = pins or {}
     _divides(problem, pins.get("tp", 1), pins.get("pp", 1))
     memory = memory_minimum(problem)
-    fitting = candidates(problem, pins)
-    found = search(problem, top=top, pins=pins, found=fitting)
-    reason = "" if found else why_not(problem, fitting, pins, memory)
+    fitting = candidate_replicas(problem, pins)
+    found = search_deployments(problem, top=top, pins=pins, found=fitting)
+    reason = "" if found else _why_none(problem, fitting, pins, memory)
     return KindAnswer(
         gpu=problem.gpu.name,
         cluster=problem.cluster.name,
         gpus_per_node=problem.cluster.node.num_gpus,
         memory=memory,
-        deployments=tuple(told(problem, one) for one in found),
+        deployments=tuple(forecast_of(problem, one) for one in found),
         held=held_levels(problem.unbounded()),
         reason=reason,
         floor_ttft=min((one.floor_ttft for one in fitting), default=None),
@@ -216,7 +216,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             hint=f"--cluster {problem.gpu.name}",
         )
     latencies = played(problem, one, replicas)
-    found = forecast(
+    found = deployment_forecast(
         problem,
         tp=tp,
         pp=pp,
@@ -265,7 +265,7 @@ def cost_key(kind: KindAnswer) -> tuple[float, float]:
 # --- why none will do ----------------------------------------------------------------------------
 
 
-def why_not(
+def _why_none(
     problem: ServiceProblem, fitting: Sequence[Candidate], pins: Pins, memory: MemoryMinimum
 ) -> str:
     """Why no deployment of this kind meets the goals, with the numbers."""
@@ -305,7 +305,7 @@ def why_not(
 
 
 def _too_few(problem: ServiceProblem, pins: Pins) -> str:
-    enough = search(problem.unbounded(), top=1, pins=pins)
+    enough = search_deployments(problem.unbounded(), top=1, pins=pins)
     there = problem.cluster.num_gpus
     found = most_rate(problem, pins)
     carries = f"; they carry {found:.3g} requests/s within the goals" if found else ""
@@ -323,7 +323,7 @@ def _two_digits(value: float) -> float:
 def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
     """Most requests per second that the GPUs there are carry within the goals, to two digits."""
     best = 0.0
-    for one in candidates(problem, pins):
+    for one in candidate_replicas(problem, pins):
         room = most_replicas(problem, one)
         if room < 1 or too_slow(problem, one):
             continue
@@ -352,7 +352,7 @@ def impossible(
     service = problem.service
     hint = None
     if problem.bounded:
-        enough = search(problem.unbounded(), top=1, pins=pins)
+        enough = search_deployments(problem.unbounded(), top=1, pins=pins)
         if enough:
             held = problem.cluster.node.num_gpus
             size = enough[0].candidate.size

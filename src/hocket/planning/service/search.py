@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from hocket.planning.service.forecast import (
     ServiceForecast,
-    forecast,
+    deployment_forecast,
     misses,
     nodes,
     prefill_alone,
@@ -77,7 +77,7 @@ class Candidate:
         return self.tp * self.pp * self.ep * self.cp
 
 
-def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candidate]:
+def candidate_replicas(problem: ServiceProblem, pins: Pins | None = None) -> list[Candidate]:
     """Every replica that fits and holds a request, whatever its latency, at one token budget."""
     pins = pins or {}
     found = []
@@ -324,7 +324,7 @@ def deploy(
     return Deployed(one, count, found)
 
 
-def search(
+def search_deployments(
     problem: ServiceProblem,
     *,
     top: int = 10,
@@ -341,7 +341,7 @@ def search(
         found: the candidates, where they are known.
     """
     pins = pins or {}
-    fitting = candidates(problem, pins) if found is None else found
+    fitting = candidate_replicas(problem, pins) if found is None else found
     asked = pins.get("dp")
     hopeful = [one for one in fitting if quick_enough(problem, one)]
     hopeful = [one for one in hopeful if asked is None or asked % one.ep == 0]
@@ -369,10 +369,10 @@ def search(
     return sorted(best, key=lambda d: (d.gpus, d.latencies.end_to_end.p50))[:top]
 
 
-def told(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
+def forecast_of(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
     """The forecast of a deployment."""
     one = deployed.candidate
-    return forecast(
+    return deployment_forecast(
         problem.grouped(one.ep),
         tp=one.tp,
         pp=one.pp,

@@ -54,16 +54,16 @@ def job(problem: Problem, found: LayoutForecast) -> ToolJob:
     )
 
 
-def reasons(limits: ToolLimits, problem: Problem, found: LayoutForecast) -> list[str]:
+def tool_reasons(limits: ToolLimits, problem: Problem, found: LayoutForecast) -> list[str]:
     """Why software cannot run a layout; empty where it can."""
     asked = job(problem, found)
     only = row(asked.layout, problem.shape, problem.seq_len, problem.global_batch)
     return list(limits.reasons(asked.layout, only, problem.facts, found.context))
 
 
-def check(limits: ToolLimits, problem: Problem, found: LayoutForecast) -> None:
+def reject_unsupported(limits: ToolLimits, problem: Problem, found: LayoutForecast) -> None:
     """Raises LayoutError where software cannot run a layout, with every reason."""
-    why = reasons(limits, problem, found)
+    why = tool_reasons(limits, problem, found)
     if why:
         raise LayoutError(
             f"{limits.software} cannot run {found.layout}: {'; '.join(why)}",
@@ -79,5 +79,5 @@ def emit(name: str, problem: Problem, found: LayoutForecast) -> str:
         LayoutError: the tool cannot run the layout; each reason by name.
     """
     chosen = tool(name)
-    check(chosen.limits, problem, found)
+    reject_unsupported(chosen.limits, problem, found)
     return chosen.write(job(problem, found))

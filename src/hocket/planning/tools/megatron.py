@@ -110,7 +110,7 @@ BRIDGE = ToolLimits(
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def layout_text(job: ToolJob) -> str:
+def _megatron_stages(job: ToolJob) -> str:
     """Layers per stage in Megatron's notation: `Et*9|t*9|t*8|t*6L`."""
     parts = [f"t*{count}" if count else "" for count in job.cut]
     return "E" + "|".join(parts) + "L"
@@ -121,11 +121,11 @@ def _pipeline(job: ToolJob) -> tuple[int | None, str | None]:
     if job.layout.pp == 1:
         return None, None
     if not job.even:
-        return None, layout_text(job)
+        return None, _megatron_stages(job)
     return (job.layout.virtual_stages if job.layout.virtual_stages > 1 else None), None
 
 
-def environment(job: ToolJob) -> str | None:
+def _megatron_environment(job: ToolJob) -> str | None:
     """The line that sets CUDA_DEVICE_MAX_CONNECTIONS, where Megatron checks it."""
     layout = job.layout
     if layout.zero >= 2:
@@ -149,7 +149,7 @@ def _recompute(job: ToolJob) -> tuple[str | None, list[str] | None]:
     return "selective", ["layernorm", "moe_act", *latent]
 
 
-def flags(job: ToolJob) -> dict[str, Any]:
+def _megatron_flags(job: ToolJob) -> dict[str, Any]:
     """Megatron-LM's flags of a layout."""
     layout, precision = job.layout, job.facts.precision
     virtual, stages = _pipeline(job)
@@ -203,8 +203,8 @@ def _write(job: ToolJob) -> str:
         "append to pretrain_gpt.py and the model's own flags (--num-layers, ...)",
     ]
     head = "".join(f"# {note}\n" for note in notes)
-    line = environment(job)
-    return head + (f"{line}\n" if line else "") + flags_text(flags(job), ())
+    line = _megatron_environment(job)
+    return head + (f"{line}\n" if line else "") + flags_text(_megatron_flags(job), ())
 
 
 BRIDGE_DEFAULTS: dict[str, Any] = {
@@ -261,7 +261,7 @@ def bridge_values(job: ToolJob) -> dict[str, Any]:
 
 
 def _bridge(job: ToolJob) -> str:
-    values, line = bridge_values(job), environment(job)
+    values, line = bridge_values(job), _megatron_environment(job)
     lines = [
         f"# {BRIDGE.software}, {job.layout.world_size} GPUs",
         *([f"# environment: {line}"] if line else []),

@@ -146,7 +146,7 @@ OLD_LIMITS = ToolLimits(
 )
 
 
-def parts(job: ToolJob, head: str) -> list[list[str]]:
+def _stage_modules(job: ToolJob, head: str) -> list[list[str]]:
     """Modules of each stage; `head`: the name of the output projection."""
     found, first = [], 0
     for count in job.cut:
@@ -187,14 +187,14 @@ def training(job: ToolJob) -> dict[str, Any]:
     }
 
 
-def flags(job: ToolJob) -> dict[str, Any]:
+def _torchtitan_flags(job: ToolJob) -> dict[str, Any]:
     """Flags of release 0.3.0, without the model and without recompute, which is the last word."""
     layout = job.layout
     flags = {f"--parallelism.{key}": value for key, value in parallelism(job).items()}
     off = layout.tp > 1 and not layout.sequence_parallel
     flags["--parallelism.no-enable_sequence_parallel"] = True if off else None
     if layout.pp > 1:
-        stages = " ".join(",".join(part) for part in parts(job, "lm_head"))
+        stages = " ".join(",".join(part) for part in _stage_modules(job, "lm_head"))
         flags["--parallelism.module_fqns_per_model_part"] = stages
     for key, value in training(job).items():
         flags[f"--training.{key}"] = value
@@ -215,7 +215,7 @@ def _write(job: ToolJob) -> str:
     notes = [f"{LIMITS.software}, {layout.world_size} GPUs: append to torchtitan/train.py"]
     if not flavour:
         notes.append(f"MODULE and CONFIG: the module and function that describe {job.facts.model}")
-    return flags_text({**model, **flags(job), recompute_word(job): True}, notes)
+    return flags_text({**model, **_torchtitan_flags(job), recompute_word(job): True}, notes)
 
 
 def _write_toml(job: ToolJob) -> str:
@@ -223,7 +223,7 @@ def _write_toml(job: ToolJob) -> str:
     name, flavour = _MODELS.get(job.facts.model, ("MODEL", "FLAVOR"))
     split = parallelism(job)
     if layout.pp > 1:
-        split["module_fqns_per_model_part"] = parts(job, "output")
+        split["module_fqns_per_model_part"] = _stage_modules(job, "output")
     if layout.ep > 1:
         split["expert_tensor_parallel_degree"] = layout.expert_tp
     recompute = {"mode": layout.recompute}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from hocket.ranks.proxy.numbers import DRAWS, GRADIENT, compare, microbatch
+from hocket.ranks.proxy.numbers import DRAWS, GRADIENT, microbatch, proxy_differences
 from hocket.spec.errors import ModelError
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def _try(
 
     from hocket.models.context import own_attention
     from hocket.models.cores import watched
-    from hocket.models.failure import place
+    from hocket.models.failure import failure_place
     from hocket.models.plans import plan_for
-    from hocket.ranks.proxy.trial import reference, said_by_all
+    from hocket.ranks.proxy.trial import proxy_reference, said_by_all
     from hocket.runtime.collectives import all_reduce
     from hocket.runtime.context_parallel import ContextParallel, apply_context_parallel, part_of
     from hocket.runtime.context_parallel.split import token_indices
@@ -67,12 +67,12 @@ def _try(
             if getattr(config, "output_router_logits", False):
                 config.output_router_logits = False
         with watched() as seen:
-            expected, gradients = reference(model, inputs, weight)
+            expected, gradients = proxy_reference(model, inputs, weight)
         plan = plan_for(model)
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: it fails in {place(error)}"
+        return f"its tiny proxy model does not run: it fails in {failure_place(error)}"
     if not seen:
         return own_attention(model)
     # Every rank runs the same code on equal shapes: what a family rejects, all ranks reject.
@@ -85,7 +85,7 @@ def _try(
     except ModelError as error:
         return error.message.partition("cannot be split over cp: ")[2] or error.message
     except Exception as error:
-        return f"{place(error)} fails on a part of the sequence"
+        return f"{failure_place(error)} fails on a part of the sequence"
     found: dict[str, Tensor] = {}
     for name, parameter in local.named_parameters():
         if name in gradients:
@@ -93,5 +93,5 @@ def _try(
             grad = grad.contiguous()
             all_reduce(grad, axis, recorder)
             found[name] = grad
-    reason = compare(expected[:, here], output.logits.detach(), gradients, found, plan)
+    reason = proxy_differences(expected[:, here], output.logits.detach(), gradients, found, plan)
     return next((text for text in said_by_all(reason, axis, recorder) if text), "")

@@ -16,11 +16,11 @@ from hocket.ranks.proxy.loss import try_loss
 from hocket.ranks.proxy.trial import try_stages, try_tensors
 from hocket.spec.proxy_verdict import (
     ProxyVerdict,
-    cache_file,
-    parts_of,
-    read,
+    read_verdict,
     reject,
-    write,
+    verdict_fields,
+    verdict_file,
+    write_verdict,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _OF_TWO_RANKS = frozenset({"tensors", "slices", "context"})
 """What cannot be tried by one rank: its collectives would leave memory as it was."""
 
 
-def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerdict:
+def require_equal_inside(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerdict:
     """Reject a layout that would change what a Hugging Face model computes. Every rank calls it.
 
     Args:
@@ -50,7 +50,7 @@ def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerd
 
     own: Any = module.config
     values = own.to_dict()
-    wanted = parts_of(layout, loss=loss)
+    wanted = verdict_fields(layout, loss=loss)
     if not wanted:
         return ProxyVerdict()
     attention = "eager" if getattr(own, "_attn_implementation", "") == "eager" else "sdpa"
@@ -58,8 +58,8 @@ def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerd
     group = dist.new_group(backend="gloo") if several else None
     pair = dist.new_group([0, 1], backend="gloo") if several else None
     leads = group is None or dist.get_rank() == 0
-    file = cache_file(values, attention)
-    known = _agreed(read(file) if leads else ProxyVerdict(), group)
+    file = verdict_file(values, attention)
+    known = _agreed(read_verdict(file) if leads else ProxyVerdict(), group)
     missing = known.missing(wanted)
     assert several or not _OF_TWO_RANKS.intersection(missing), missing
     if missing:
@@ -69,7 +69,7 @@ def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerd
             known = dataclasses.replace(known, **found)
         known = _agreed(known, group)
         if leads:
-            write(file, known)
+            write_verdict(file, known)
     for each in (pair, group):
         if each is not None:
             dist.destroy_process_group(each)

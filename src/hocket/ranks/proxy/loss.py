@@ -12,7 +12,7 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
 
     The reason is empty where the loss is computed, and where no proxy model can be made.
     """
-    from hocket.models.failure import place
+    from hocket.models.failure import failure_place
     from hocket.models.own_loss import shifts_labels, takes_labels
     from hocket.models.proxy import proxy_of
     from hocket.ranks.proxy.numbers import microbatch
@@ -31,5 +31,8 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
         fix = "" if error.hint is None else f" (set {error.hint})"
         return error.message + fix, True
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"plain transformers cannot train its proxy model: it fails in {place(error)}", True
+        return (
+            f"plain transformers cannot train its proxy model: it fails in {failure_place(error)}",
+            True,
+        )
     return "", shifts

@@ -18,7 +18,7 @@ GRADIENT_TOLERANCE = (1e-4, 1e-7)
 """Largest difference of a gradient: of its own largest entry, of the model's largest gradient."""
 
 GRADIENT = "the gradient"
-"""How `compare` begins where the logits agree and a gradient does not."""
+"""How `proxy_differences` begins where the logits agree and a gradient does not."""
 
 ROUTER_WEIGHT = 100.0
 """Of a router's auxiliary loss, so that its gradients are about as large as those of the logits."""
@@ -80,7 +80,7 @@ def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def compare(
+def proxy_differences(
     expected: Tensor,
     logits: Tensor,
     gradients: dict[str, Tensor],

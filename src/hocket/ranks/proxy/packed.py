@@ -12,10 +12,10 @@ def try_packed(config: Any, attention: str) -> str:
     three documents the logits and gradients that it gives each of them by itself."""
     import torch
 
-    from hocket.models.failure import place
+    from hocket.models.failure import failure_place
     from hocket.models.plans import plan_for
     from hocket.models.proxy import proxy_of
-    from hocket.ranks.proxy.numbers import compare, forward, microbatch, taken_gradients
+    from hocket.ranks.proxy.numbers import forward, microbatch, proxy_differences, taken_gradients
 
     try:
         proxy = proxy_of(config)
@@ -37,5 +37,5 @@ def try_packed(config: Any, attention: str) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: it fails in {place(error)}"
-    return compare(expected.detach(), logits.detach(), wanted, found, plan_for(model))
+        return f"its tiny proxy model does not run: it fails in {failure_place(error)}"
+    return proxy_differences(expected.detach(), logits.detach(), wanted, found, plan_for(model))

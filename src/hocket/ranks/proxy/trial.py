@@ -12,11 +12,11 @@ from hocket.ranks.proxy.numbers import (
     DRAWS,
     GRADIENT,
     TOLERANCE,
-    compare,
     forward,
     microbatch,
     one_number,
     outputs,
+    proxy_differences,
     taken_gradients,
 )
 from hocket.spec.errors import ModelError
@@ -83,7 +83,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         )
 
 
-def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> ProxyVerdict:
+def pages_verdict_of(config: dict[str, Any], *, attention: str = "sdpa") -> ProxyVerdict:
     """Cut a configuration's proxy model into stages, in this process; nothing is cached."""
     from hocket.models.skeleton import config_of
 
@@ -103,7 +103,7 @@ def try_stages(config: Any, attention: str) -> str:
 
     import torch
 
-    from hocket.models.failure import place
+    from hocket.models.failure import failure_place
     from hocket.models.plans import plan_for
     from hocket.models.plans.stages import handed_on
     from hocket.models.proxy import proxy_of
@@ -115,11 +115,11 @@ def try_stages(config: Any, attention: str) -> str:
         model = proxy.build(attention=attention).train()
         inputs, weight = microbatch(proxy)
         fresh = copy.deepcopy(model)  # some keep what they computed (RecurrentGemma)
-        expected, gradients = reference(model, inputs, weight)
+        expected, gradients = proxy_reference(model, inputs, weight)
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: it fails in {place(error)}"
+        return f"its tiny proxy model does not run: it fails in {failure_place(error)}"
     if reason := _not_causal(model, inputs, expected):
         return reason
     plan = plan_for(model)
@@ -167,7 +167,8 @@ def try_stages(config: Any, attention: str) -> str:
         more = handed_on(model, plan.stages.layers, lambda: forward(model, inputs))
         return (
             more
-            or f"a stage of its tiny proxy model does not run alone: it fails in {place(error)}"
+            or "a stage of its tiny proxy model does not run alone: it fails in "
+            f"{failure_place(error)}"
         )
     found: dict[str, Tensor] = {}
     tied = {*plan.ties, *plan.ties.values()}
@@ -181,7 +182,7 @@ def try_stages(config: Any, attention: str) -> str:
             found[owner] = found[owner] + parameter.grad if owner in found else parameter.grad
     # Of tied parameters the whole model names the first, which need not be the owner.
     wanted = {plan.ties.get(name, name): gradient for name, gradient in gradients.items()}
-    reason = compare(expected, logits.detach(), wanted, found, plan)
+    reason = proxy_differences(expected, logits.detach(), wanted, found, plan)
     if not reason:
         return ""
     return handed_on(model, plan.stages.layers, lambda: forward(model, inputs)) or reason
@@ -190,7 +191,7 @@ def try_stages(config: Any, attention: str) -> str:
 def try_pages(config: Any) -> str:
     """Why a model of this configuration cannot be served; empty where its proxy model, in chunks
     from scattered blocks, gives what its plain forward gives."""
-    from hocket.models.failure import place
+    from hocket.models.failure import failure_place
     from hocket.serving.engine.families import self_check
 
     try:
@@ -198,7 +199,7 @@ def try_pages(config: Any) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"it cannot be served: its tiny proxy model fails in {place(error)}"
+        return f"it cannot be served: its tiny proxy model fails in {failure_place(error)}"
     return ""
 
 
@@ -246,7 +247,7 @@ def _try_tensors(
     import torch
     import torch.distributed as dist
 
-    from hocket.models.failure import place
+    from hocket.models.failure import failure_place
     from hocket.models.plans import plan_for
     from hocket.runtime.collectives import all_reduce
     from hocket.runtime.loss import router_degree
@@ -258,11 +259,11 @@ def _try_tensors(
         model = proxy.build(seed=draw, attention=attention).train()
         inputs, weight = microbatch(proxy, draw)
         fresh = copy.deepcopy(model)
-        expected, gradients = reference(model, inputs, weight)
+        expected, gradients = proxy_reference(model, inputs, weight)
     except ModelError as error:
         return error.message, ""
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: it fails in {place(error)}", ""
+        return f"its tiny proxy model does not run: it fails in {failure_place(error)}", ""
     plan = plan_for(model, sequence=slices)
     note = plan.reasons.get("tensor", "")
     if plan.tensor is None:
@@ -290,7 +291,8 @@ def _try_tensors(
         torch.autograd.backward(one_number(output, weight[..., mine], plan.router, shared))
     except Exception as error:  # every rank runs the same code on equal shapes: all fail alike
         return (
-            f"{place(error)} fails on a shard of tp {degree}: it reads a size that the split does "
+            f"{failure_place(error)} fails on a shard of tp {degree}: it reads a size that the "
+            "split does "
             "not change"
         ), ""
     found: dict[str, Tensor] = {}
@@ -310,7 +312,7 @@ def _try_tensors(
         for there, here in placement.pairs():
             key = f"{name} {there}"
             found[key], wanted[key] = grad[here], gradients[name][there]
-    reason = compare(expected[..., mine], logits.detach(), wanted, found, plan)
+    reason = proxy_differences(expected[..., mine], logits.detach(), wanted, found, plan)
     if reason and plan.router is not None:
         reason += ' (with the router\'s auxiliary loss; "output_router_logits": false is without)'
     return next((text for text in said_by_all(reason, axis, recorder) if text), ""), note
@@ -330,7 +332,7 @@ def said_by_all(text: str, axis: Axis, recorder: Recorder) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
-def reference(
+def proxy_reference(
     model: nn.Module, inputs: dict[str, Tensor], weight: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     import torch

@@ -2,8 +2,8 @@
 
 from hocket.runtime.context_parallel.apply import ContextParallel, apply_context_parallel
 from hocket.runtime.context_parallel.split import (
+    context_parts,
     part_of,
-    parts_of,
     running,
     whole_rows,
     with_positions,
@@ -13,7 +13,7 @@ __all__ = [
     "ContextParallel",
     "apply_context_parallel",
     "part_of",
-    "parts_of",
+    "context_parts",
     "running",
     "whole_rows",
     "with_positions",

@@ -44,7 +44,7 @@ class Scores:
     visible: Visible | None = None
 
 
-def attend(  # noqa: PLR0917
+def attend_part(  # noqa: PLR0917
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Places | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """One part: query [B, A, Q, D], key [B, K, N, D], value [B, K, N, E] to out [B, A, Q, E] and
@@ -69,11 +69,11 @@ def attend(  # noqa: PLR0917
         p = (s - top).exp()
         total = p.sum(-1, keepdim=True)
         tile = _weighted(p, value[:, :, keys]) / total.clamp(min=torch.finfo(wide).tiny)
-        merge(out, lse, tile, (total.log() + top).squeeze(-1))
+        merge_parts(out, lse, tile, (total.log() + top).squeeze(-1))
     return out, lse
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+def merge_parts(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Add a part to what there is, in place."""
     both = torch.logaddexp(lse, other_lse)
     safe = torch.where(both == -math.inf, torch.zeros_like(both), both)

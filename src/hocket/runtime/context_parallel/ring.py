@@ -30,9 +30,9 @@ from hocket.runtime.context_parallel.attend import (
     Places,
     Scores,
     WholeAttention,
-    attend,
     attend_backward,
-    merge,
+    attend_part,
+    merge_parts,
 )
 from hocket.runtime.context_parallel.split import token_indices
 from hocket.runtime.mesh import Axis
@@ -108,11 +108,13 @@ class Ring(torch.autograd.Function):
             if scores.visible is not None:
                 mask = _places(me, theirs, axis, part, query)
             seeing = query[:, :, -part.queries :]
-            found, found_lse = attend(seeing, k, v, scores, mask, part.causal)
+            found, found_lse = attend_part(seeing, k, v, scores, mask, part.causal)
             if distance == 0:
                 out, lse = found, found_lse
             else:
-                merge(out[:, :, -part.queries :], lse[:, :, -part.queries :], found, found_lse)
+                merge_parts(
+                    out[:, :, -part.queries :], lse[:, :, -part.queries :], found, found_lse
+                )
             if message is not None:
                 held = message.wait()
         if sinks is not None:

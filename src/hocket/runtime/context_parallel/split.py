@@ -108,7 +108,7 @@ def with_positions(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
     return found
 
 
-def parts_of(
+def context_parts(
     microbatches: Sequence[Microbatch], axis: Axis, *, labels_shifted: bool
 ) -> Sequence[Microbatch]:
     """`part_of` of each; the microbatches themselves where no sequence is split."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hocket.runtime.expert_parallel.experts import ExpertParallelExperts, expert_parallel_class
+from hocket.runtime.expert_parallel.experts import ExpertParallelExperts, sharded_experts_class
 from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
@@ -61,7 +61,7 @@ def apply_expert_parallel(
                 kept = parameter.detach()[first : first + count].clone()
                 child._parameters[key] = nn.Parameter(kept, parameter.requires_grad)
         own.num_experts = count
-        own.__class__ = expert_parallel_class(kind)
+        own.__class__ = sharded_experts_class(kind)
         own.experts_axis, own.tokens_axis, own.experts_recorder = experts, tokens, recorder
         if not isinstance(getattr(child, "axis", None), Axis):
             own.axis = experts  # as every split module has

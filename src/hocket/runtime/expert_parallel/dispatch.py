@@ -127,7 +127,7 @@ def dispatch(hidden: Tensor, routes: Routes) -> Tensor:
     return found
 
 
-def combine(rows: Tensor, routes: Routes) -> Tensor:
+def combine_experts(rows: Tensor, routes: Routes) -> Tensor:
     """[R, H] of this rank's experts to [T k, H]: what the experts of each token made of it."""
     found: Tensor = _Combine.apply(rows, routes)  # type: ignore[no-untyped-call]
     return found

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_gather
-from hocket.runtime.expert_parallel.dispatch import combine, dispatch, route
+from hocket.runtime.expert_parallel.dispatch import combine_experts, dispatch, route
 from hocket.runtime.expert_parallel.gathered import (
     GatheredTokens,
     gather_tokens,
@@ -113,7 +113,7 @@ class ExpertParallelExperts(nn.Module):
             rows = super().forward(rows, chosen, ones)  # type: ignore[misc]
         else:
             rows = _NoTokens.apply(rows, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
-        each = combine(rows, routes) * weights.reshape(-1, 1)
+        each = combine_experts(rows, routes) * weights.reshape(-1, 1)
         return each.view(*index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
     def _of_gathered(self, hidden: Tensor, index: Tensor, weights: Tensor, most: int) -> Tensor:
@@ -196,7 +196,7 @@ class _NoTokens(torch.autograd.Function):
 
 
 @functools.cache
-def expert_parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
+def sharded_experts_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The expert-parallel form of a class of stacked experts, sliced over tp or not."""
     if issubclass(kind, TensorParallelExperts):
         bases = (TensorParallelExperts, ExpertParallelExperts, kind.__bases__[-1])

@@ -54,7 +54,7 @@ def install(
     return _Installed.wire
 
 
-def create(options: Any, backend_options: Any = None) -> LinkedProcessGroup:
+def create_links_group(options: Any, backend_options: Any = None) -> LinkedProcessGroup:
     """What torch.distributed calls to make a group of backend `links`."""
     wire = _Installed.wire
     assert wire is not None, "install() was not called"
@@ -65,7 +65,7 @@ def create(options: Any, backend_options: Any = None) -> LinkedProcessGroup:
     if _Installed.inner == "shm":
         from hocket.runtime.shm import process_group
 
-        inner: Any = process_group.create(options)
+        inner: Any = process_group.create_shm_group(options)
     else:
         inner = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timeout=options.timeout
@@ -74,4 +74,4 @@ def create(options: Any, backend_options: Any = None) -> LinkedProcessGroup:
 
 
 if NAME not in dist.Backend.backend_list:
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, create_links_group, extended_api=True, devices=["cpu"])

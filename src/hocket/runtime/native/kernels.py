@@ -20,7 +20,7 @@ _WIDE, _TILE = 16, 8
 """As in `kernels.c`."""
 
 
-def fits(*tensors: Tensor) -> bool:
+def kernels_take(*tensors: Tensor) -> bool:
     """Whether a kernel may be given these: fp32 on the CPU, entries of the last dim in a row, and
     nothing that autograd follows."""
     for x in tensors:

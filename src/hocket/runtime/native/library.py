@@ -6,7 +6,8 @@ The hash is of the sources, the compiler's version, the flags and the processor'
 a home directory may be shared. Compiling takes two seconds, once; whoever comes meanwhile compiles
 too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
 fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same, slower;
-`remark` has the reason and the fix. A processor may be taken for a lesser one, to see what that
+`library_remark` has the reason and the fix. A processor may be taken for a lesser one, to see what
+that
 would compute and how fast: HOCKET_KERNELS=avx2, for one without AVX-512, or =portable, for the
 least that its compiler knows.
 """
@@ -85,7 +86,7 @@ def library(form: str | None = None) -> ctypes.CDLL | None:
     return found
 
 
-def remark() -> str | None:
+def library_remark() -> str | None:
     """Why this machine has no kernels, and the fix; None where it has them, or was asked for none.
 
     Compiles them, if that has not been done: ranks that start later find the file.
@@ -107,13 +108,13 @@ def remark() -> str | None:
         wrong = f"{compiler[0]} cannot compile them ({said})"
         fix = "apt-get install libc6-dev, or CC=another compiler"
     except (OSError, subprocess.SubprocessError) as error:
-        wrong, fix = f"they cannot be kept in {folder()} ({error})", "XDG_CACHE_HOME=DIR"
+        wrong, fix = f"they cannot be kept in {library_folder()} ({error})", "XDG_CACHE_HOME=DIR"
     else:
         return None
     return f"no kernels in C: {wrong}; {effect}. Fix: {fix}"
 
 
-def folder() -> Path:
+def library_folder() -> Path:
     """Where compiled kernels of this user are kept."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "hocket" / "kernels"
@@ -144,7 +145,7 @@ def _built(compiler: list[str], form: str) -> Path:
     sources = [source.read_bytes() for source in SOURCES]
     known = [*sources, version, " ".join(flags).encode(), _features().encode()]
     digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:24]
-    file = folder() / f"{digest}.so"
+    file = library_folder() / f"{digest}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=file.parent) as aside:

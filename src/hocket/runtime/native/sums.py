@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Axis
-from hocket.runtime.native.kernels import CpuKernels, fits
+from hocket.runtime.native.kernels import CpuKernels, kernels_take
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
@@ -121,7 +121,7 @@ class Sums:
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernel sums tensors of this kind and size: on all ranks or on none."""
-        return x.numel() <= self.room and fits(x) and x.is_contiguous()
+        return x.numel() <= self.room and kernels_take(x) and x.is_contiguous()
 
     def begin(self, count: int, entries: int) -> None:
         """Before the kernel sums so often so many entries."""

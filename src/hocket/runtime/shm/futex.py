@@ -47,7 +47,7 @@ def supported() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def works() -> bool:
+def futex_works() -> bool:
     """Whether the kernel takes the calls, tried on a word of this process's own."""
     words = (ctypes.c_uint32 * 2)(0, 0)
     address = ctypes.addressof(words)

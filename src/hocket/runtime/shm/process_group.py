@@ -422,7 +422,7 @@ class _Exchanged(ShmWork):
         return True
 
 
-def create(options: Any, backend_options: Any = None) -> ShmProcessGroup:
+def create_shm_group(options: Any, backend_options: Any = None) -> ShmProcessGroup:
     """What torch.distributed calls to make a group of backend `shm`."""
     return ShmProcessGroup(
         options.store,

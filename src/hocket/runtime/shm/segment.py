@@ -29,7 +29,7 @@ CHANNEL = 4 * LINE
 PART = 1 << 20  # bytes of a sum that compiled code takes: a step's hidden states while decoding
 
 
-def sizes(num_ranks: int) -> tuple[int, int]:
+def _slot_and_ring(num_ranks: int) -> tuple[int, int]:
     """Bytes of a slot and of a ring; smaller where many ranks multiply them."""
     if num_ranks <= 8:
         return 1 << 19, 1 << 22
@@ -54,7 +54,7 @@ class ShmSegment:
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self.slot_size, self.ring_size = sizes(num_ranks)
+        self.slot_size, self.ring_size = _slot_and_ring(num_ranks)
         n = num_ranks
         offset = 8 * n  # process ids
         offset = _up(offset)
@@ -134,5 +134,5 @@ def _up(offset: int, to: int = LINE) -> int:
 
 def needed(num_ranks: int) -> int:
     """Bytes that one group over all ranks is likely to touch: its cells and a ring each way."""
-    slot, ring = sizes(num_ranks)
+    slot, ring = _slot_and_ring(num_ranks)
     return NUM_CELLS * num_ranks * slot + 2 * num_ranks * ring

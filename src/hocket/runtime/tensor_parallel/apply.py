@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.embedding import vocab_parallel_class
-from hocket.runtime.tensor_parallel.experts import expert_parallel_class
+from hocket.runtime.tensor_parallel.experts import sliced_experts_class
 from hocket.runtime.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -255,7 +255,7 @@ class _Splitting:
         child.start = split.segments[0].slice(self.axis.index, self.axis.size)[0]
 
     def _experts(self, child: Any, name: str, split: Split) -> None:
-        child.__class__ = expert_parallel_class(type(child))
+        child.__class__ = sliced_experts_class(type(child))
         child.axis, child.recorder = self.axis, self.recorder
         child.slices = self.sequence is not None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.regions import copy_to_axis, copy_two_to_axis, reduce_from_axis
-from hocket.runtime.tensor_parallel.sequence import gather, gather_whole, scatter_sum
+from hocket.runtime.tensor_parallel.sequence import gather_sequence, gather_whole, scatter_sum
 from hocket.spec.errors import ModelError
 
 
@@ -47,7 +47,7 @@ class TensorParallelExperts(nn.Module):
             return reduce_from_axis(out, self.axis, self.recorder)
         if self.slices:
             hidden_states, top_k_weights = self._gather(hidden_states, top_k_weights)
-            top_k_index = gather(top_k_index, self.axis, self.recorder)
+            top_k_index = gather_sequence(top_k_index, self.axis, self.recorder)
             out = super().forward(hidden_states, top_k_index, top_k_weights, **kwargs)  # type: ignore[misc]
             return scatter_sum(out, self.axis, self.recorder)
         hidden_states, top_k_weights = copy_two_to_axis(
@@ -68,6 +68,6 @@ class TensorParallelExperts(nn.Module):
         return found[0].contiguous(), found[1]
 
 
-def expert_parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
+def sliced_experts_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The tensor-parallel form of a class of stacked experts."""
     return type(f"TensorParallel{kind.__name__}", (TensorParallelExperts, kind), {})

@@ -46,7 +46,7 @@ class SharedInput:
         self.axis = axis
         self.recorder = recorder
         self.layers: list[nn.Module] = []
-        self.overlaps = overlap.on_cuda
+        self.overlaps = overlap.overlaps
         self._late: dict[int, overlap.Late] = {}
         self._source: Tensor | None = None
         self._copied: Tensor | None = None
@@ -135,7 +135,9 @@ class ColumnParallelLinear(_ParallelLinear):
         if late is None:
             return self._linear(input, self.bias, kept)
         piece = None if kept is None else kept[0]
-        return overlap.linear(input, self.bias, late, transposed=self.transposed, piece=piece)
+        return overlap.overlapped_linear(
+            input, self.bias, late, transposed=self.transposed, piece=piece
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         y = self._entered(input)

@@ -32,7 +32,7 @@ from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
 
-def on_cuda(x: Tensor) -> bool:
+def overlaps(x: Tensor) -> bool:
     """Whether layers of this input overlap, unless a test wants it otherwise."""
     return x.is_cuda
 
@@ -61,7 +61,7 @@ def begin(
     x: Tensor, layers: Iterable[nn.Module], axis: Axis, recorder: Recorder, *,
     gathered: Again | None, whole: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[int, Late]]:  # fmt: skip
-    """The input of layers, and by id what each runs with (`linear`), once.
+    """The input of layers, and by id what each runs with (`overlapped_linear`), once.
 
     Args:
         x: whole on every rank, or a slice of the sequence if `gathered` is given.
@@ -80,7 +80,7 @@ def begin(
     return _Begin.apply(x, overlap, whole), late  # type: ignore[no-untyped-call]
 
 
-def linear(
+def overlapped_linear(
     x: Tensor, bias: Tensor | None, late: Late, *, transposed: bool, piece: Tensor | None
 ) -> Tensor:
     """As `runtime.linear.linear` for a layer of an overlap; `piece`: the slice of `x` to keep."""

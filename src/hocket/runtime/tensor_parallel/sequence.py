@@ -44,7 +44,7 @@ IN_GRAPH = "in_graph"
 """Attribute of a hook that a compiled graph can hold."""
 
 
-def gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+def gather_sequence(piece: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """The axis's slices [..., s, H] side by side: [..., S, H]. Of gradients it knows only what a
     compiled graph knows."""
     *lead, rows, width = piece.shape
@@ -60,7 +60,7 @@ def gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
 
 
 def begin_gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Callable[[], Tensor]:
-    """As `gather`, begun; what is returned waits for it, and gives the result."""
+    """As `gather_sequence`, begun; what is returned waits for it, and gives the result."""
     *lead, rows, width = piece.shape
     flat = piece.detach().contiguous().view(-1)
     whole = flat.new_empty(axis.size * flat.numel())
@@ -80,7 +80,7 @@ def begin_gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Callable[[], 
     return finish
 
 
-def scatter(whole: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+def scatter_sequence(whole: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """This rank's slice [..., s, H] of the sum over the axis of `whole` [..., S, H]."""
     *lead, rows, width = whole.shape
     assert rows % axis.size == 0, (tuple(whole.shape), axis.size)
@@ -103,32 +103,32 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
         ctx.axis, ctx.recorder = axis, recorder
-        return gather(x, axis, recorder)
+        return gather_sequence(x, axis, recorder)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return scatter(grad, ctx.axis, ctx.recorder), None, None
+        return scatter_sequence(grad, ctx.axis, ctx.recorder), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
         ctx.axis, ctx.recorder = axis, recorder
-        found = scatter(x, axis, recorder)
+        found = scatter_sequence(x, axis, recorder)
         # No view of what is forgotten here: some models add to it in place (Falcon).
         whole: Tensor = torch.ops.aten._unsafe_view.default(found, found.shape)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gather(grad, ctx.axis, ctx.recorder), None, None
+        return gather_sequence(grad, ctx.axis, ctx.recorder), None, None
 
 
 class _GatherAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
         ctx.axis = axis
-        return gather(x, axis, recorder)
+        return gather_sequence(x, axis, recorder)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -143,14 +143,14 @@ class _SliceAlike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gather(grad, ctx.axis, ctx.recorder), None, None
+        return gather_sequence(grad, ctx.axis, ctx.recorder), None, None
 
 
 def gather_whole(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """The whole [..., S, H] of slices [..., s, H], for layers that are split: its gradients are
     partial sums."""
     if torch.compiler.is_compiling():
-        return gather(x, axis, recorder)
+        return gather_sequence(x, axis, recorder)
     out: Tensor = _Gather.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
     return out
 
@@ -158,7 +158,7 @@ def gather_whole(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
 def scatter_sum(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """A slice [..., s, H] of the sum over the axis of `x` [..., S, H]."""
     if torch.compiler.is_compiling():
-        return scatter(x, axis, recorder)
+        return scatter_sequence(x, axis, recorder)
     out: Tensor = _ScatterSum.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
     return out
 
@@ -204,7 +204,7 @@ class GatheredAgain:
         if self._finish is not None:
             self._whole, self._finish = self._finish(), None
         if self._whole is None:
-            self._whole = gather(piece, self._axis, self._recorder)
+            self._whole = gather_sequence(piece, self._axis, self._recorder)
             self._left = self._readers
         self._left -= 1
         found = self._whole
@@ -225,7 +225,7 @@ class SequenceEntry:
         self.axis = axis
         self.recorder = recorder
         self.layers: list[nn.Module] = []
-        self.overlaps = overlap.on_cuda
+        self.overlaps = overlap.overlaps
         self.opened_by_block = False
         self._late: dict[int, overlap.Late] = {}
         self._source: Tensor | None = None
@@ -272,7 +272,7 @@ class SequenceEntry:
             if self.overlaps(x):
                 self._whole, self._late = overlap.begin(
                     x, self.layers, self.axis, self.recorder, gathered=again,
-                    whole=lambda piece: gather(piece, self.axis, self.recorder),
+                    whole=lambda piece: gather_sequence(piece, self.axis, self.recorder),
                 )  # fmt: skip
                 return
         self._whole = gather_whole(x, self.axis, self.recorder)

@@ -241,7 +241,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[0][1]), int(found[1][1])
 
 
-def table(compiled: list[Compiled]) -> str:
+def _results_table(compiled: list[Compiled]) -> str:
     """The results in Markdown: a line for each tile, the worst of its variants in each cell."""
     archs = sorted({one.arch for one in compiled})
     head = ["kernel", "dtype", "heads", "tile", "warps", "stages"]
@@ -298,12 +298,12 @@ Triton {version}.
 """
 
 
-def page(compiled: list[Compiled]) -> str:
+def _kernels_page(compiled: list[Compiled]) -> str:
     """The page docs/reference/kernels.md."""
     import triton
 
     limits = ", ".join(f"{b / 1024:.0f} KiB on sm_{a}" for a, b in SHARED_LIMIT.items())
-    return HEAD.format(limits=limits, version=triton.__version__) + table(compiled) + "\n"
+    return HEAD.format(limits=limits, version=triton.__version__) + _results_table(compiled) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -318,9 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
         for arch in options.arch or SHARED_LIMIT
     ]
     if options.write:
-        options.write.write_text(page(done))
+        options.write.write_text(_kernels_page(done))
     else:
-        print(table(done))
+        print(_results_table(done))
     faults = [(one, one.faults()) for one in done if one.faults()]
     for one, what in faults:
         c = one.configuration

@@ -68,7 +68,7 @@ def tiles_of(dtype: torch.dtype) -> tuple[GemmTile, ...]:
     return _SINGLE if dtype == torch.float32 else _HALF
 
 
-def tile_of(dtype: torch.dtype, num_rows: int, num_groups: int) -> GemmTile:
+def gemm_tile(dtype: torch.dtype, num_rows: int, num_groups: int) -> GemmTile:
     """The smallest tile that holds an average group, or the largest."""
     tiles = tiles_of(dtype)
     return next((t for t in tiles if t.rows * num_groups >= num_rows), tiles[-1])
@@ -126,7 +126,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     out = _fake_grouped_mm(x, weight, offsets)
     if not out.numel():
         return out
-    tile = tile_of(x.dtype, num_rows, num_groups)
+    tile = gemm_tile(x.dtype, num_rows, num_groups)
     grid = num_rows // tile.rows + num_groups + 1, -(-outer // tile.columns)
     grouped_mm_kernel[grid](
         x, weight, offsets, out, num_rows, num_groups, inner, outer, *x.stride(), *weight.stride(),

@@ -82,7 +82,9 @@ _SINGLE = {
 all, which fits the smallest shared memory among them (99 KiB of sm_120)."""
 
 
-def tile_of(dtype: torch.dtype, key_size: int, value_size: int, most_rows: int) -> AttentionTile:
+def attention_tile(
+    dtype: torch.dtype, key_size: int, value_size: int, most_rows: int
+) -> AttentionTile:
     """The tile for heads of these sizes in a batch whose longest sequence has `most_rows` rows.
 
     The smallest that holds them, or the largest: a decode step gets tiles of 16 rows.
@@ -244,7 +246,7 @@ def launch_of(
     """How a call of these sizes is launched: a function of what the host knows."""
     group = num_heads // num_kv_heads
     most_rows = min(max_seqlen_q, num_tokens) * group
-    tile = tile_of(dtype, key_size, value_size, most_rows)
+    tile = attention_tile(dtype, key_size, value_size, most_rows)
     one_tile = most_rows <= tile.rows
     tiles = num_rows if one_tile else num_tokens * group // tile.rows + num_rows
     splits = num_splits(tiles * num_kv_heads, max_blocks * block_size, tile, multiprocessors)

@@ -131,7 +131,7 @@ class PagedBatch:
         }
 
 
-def error_of(case: PagedBatch, device: torch.device | str = "cpu") -> float:
+def largest_error(case: PagedBatch, device: torch.device | str = "cpu") -> float:
     """The largest difference from the reference, relative to the reference's largest entry.
 
     Infinite where the kernel gives what is not a number.

@@ -1,6 +1,6 @@
 """Paged attention as an attention implementation of transformers.
 
-The model's own attention modules call `paged_attention` instead of a kernel of their own. It knows
+The model's own attention modules call `module_attention` instead of a kernel of their own. It knows
 neither sequences nor caches: the runner sets an `Attending` for the time of one forward, which
 writes the new keys and values into the cache and attends from them. No mask is built.
 
@@ -88,7 +88,7 @@ _IGNORED = frozenset(
 """Keyword arguments that say nothing about the result, or nothing that is not known already."""
 
 
-def paged_attention(  # noqa: PLR0917  as transformers calls it
+def module_attention(  # noqa: PLR0917  as transformers calls it
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -133,4 +133,4 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
         )
 
 
-register_attention(NAME, paged_attention)
+register_attention(NAME, module_attention)

@@ -42,7 +42,7 @@ def attend_chunk(
     windowed = options.window is not None and options.window < total
     if options.softcap is not None or windowed:
         return _explicit(chunk, query, keys, values, options)
-    out, weight = attend(query, key, value, options.scaling, causal=True)
+    out, weight = attend_to_chunk(query, key, value, options.scaling, causal=True)
     if chunk.start:
         heads, block = keys.shape[1], keys.shape[2]
         blocks = chunk.blocks[: (chunk.start + block - 1) // block]
@@ -51,7 +51,7 @@ def attend_chunk(
         # Queries of the heads that share a key lie one after the other: no key is repeated.
         _, num_heads, count, size = query.shape
         asked = query.reshape(1, heads, num_heads // heads * count, size)
-        before, old = attend(asked, k, v, options.scaling, causal=False)
+        before, old = attend_to_chunk(asked, k, v, options.scaling, causal=False)
         before, old = before.reshape(out.shape), old.reshape(weight.shape)
         share = torch.sigmoid(weight - old).unsqueeze(-1).to(out.dtype)
         out = torch.lerp(before, out, share)
@@ -68,7 +68,7 @@ def sunk(out: Tensor, weight: Tensor, sinks: Tensor | None) -> Tensor:
     return out * share.unsqueeze(-1).to(out.dtype)
 
 
-def attend(
+def attend_to_chunk(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The attended values and, per query, the logarithm of the sum of exponentials.

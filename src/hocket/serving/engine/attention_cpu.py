@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from hocket.models.latent import LatentHeads
-from hocket.runtime.native.kernels import CpuKernels, fits
+from hocket.runtime.native.kernels import CpuKernels, kernels_take
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import (
-    attend,
     attend_chunk,
+    attend_to_chunk,
     dense,
     gathered,
     near,
@@ -131,7 +131,7 @@ class CpuAttention:
         # An all-gather along the last dimension (norms over all heads) leaves other strides.
         query, key, value = dense(query), dense(key), dense(value)
         kernels = self._kernels
-        if kernels is not None and not fits(query, key, value, keys, values):
+        if kernels is not None and not kernels_take(query, key, value, keys, values):
             kernels = None
         if kernels is not None:
             kernels.store(key, self.step.places, keys)
@@ -182,7 +182,7 @@ class CpuAttention:
         out = query.new_empty(query.shape[2], query.shape[1], heads.value_size)
         if num_decode:
             q = heads.absorb(query[0, :, :num_decode]).transpose(0, 1)
-            if kernels is not None and options.softcap is None and fits(q, pool):
+            if kernels is not None and options.softcap is None and kernels_take(q, pool):
                 # The rotary entries are weighted too, and dropped: one pool is read.
                 mixed = self._by_kernel(kernels, q, pool, pool, options)[..., : heads.latent_size]
             else:
@@ -209,7 +209,7 @@ class CpuAttention:
         keys, values = self.cache.keys[self._layer], self.cache.values[self._layer]
         if self._kernels is None or self.step.chunks or not layer.takes(hidden.shape[1]):
             return None
-        if not fits(hidden, keys, values) or not hidden.is_contiguous():
+        if not kernels_take(hidden, keys, values) or not hidden.is_contiguous():
             return None
         self._layer += 1
         step = self._decode_step
@@ -236,7 +236,7 @@ class CpuAttention:
         kernels, layer = self._kernels, self._layer
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_heads, kv_heads, size = heads
-        if kernels is None or options.softcap is not None or not fits(merged, keys, values):
+        if kernels is None or options.softcap is not None or not kernels_take(merged, keys, values):
             return None
         step = self.step
         if not step.chunks:
@@ -309,7 +309,7 @@ class CpuAttention:
             blocks = self.step.tables[row, : -(-length // block)]
             k, v = gathered(keys, blocks)[:, :, :length], gathered(values, blocks)[:, :, :length]
             asked = query[:, :, row].reshape(1, heads, num_heads // heads, size)
-            out, weight = attend(asked, k, v, options.scaling, causal=False)
+            out, weight = attend_to_chunk(asked, k, v, options.scaling, causal=False)
             out, weight = out.reshape(num_heads, -1), weight.reshape(num_heads)
             found.append(sunk(out, weight, options.sinks))
         return torch.stack(found).unsqueeze(0)

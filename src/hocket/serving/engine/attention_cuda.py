@@ -56,7 +56,7 @@ class CudaAttention:
             rows = new[0].transpose(0, 1).reshape(new.shape[2], -1)
             pool.view(-1, rows.shape[1]).index_copy_(0, self.step.places, rows)
         q = query[0].transpose(0, 1)
-        return attend(self.kernels[layer], q, pools, self.step, options).unsqueeze(0)
+        return attend_pools(self.kernels[layer], q, pools, self.step, options).unsqueeze(0)
 
     def attend_latent(self, heads: LatentHeads, query: Tensor, options: Options) -> Tensor:
         """Write the new latent vectors, attend to them with query [1, A, T, D]."""
@@ -66,7 +66,7 @@ class CudaAttention:
         return attention_latent.attend_heads(heads, query[0], pool, step, options).unsqueeze(0)
 
 
-def attend(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options) -> Tensor:
+def attend_pools(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options) -> Tensor:
     """Query [T, A, D] to [T, A, D of the value], all rows at once, by the kernel of this name."""
     keys, values = pools
     if name == "latent":
@@ -162,9 +162,9 @@ class Trial:
             sinks if kind.sinks else None,
         )
         pools = cache.keys[0], cache.values[0]
-        found = attend(kernel.name, q, pools, step, options)
+        found = attend_pools(kernel.name, q, pools, step, options)
         pools = cache.keys[0], cache.values[0].contiguous()
-        wanted = attend("reference", q, pools, step, options)
+        wanted = attend_pools("reference", q, pools, step, options)
         return float((found.float() - wanted.float()).abs().max().nan_to_num(nan=torch.inf))
 
 

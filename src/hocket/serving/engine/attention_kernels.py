@@ -247,7 +247,7 @@ class Choice:
         return [{**one.to_json(), "block_size": self.block_size} for one in self.chosen]
 
 
-def choose(
+def choose_kernels(
     kinds: Sequence[LayerKind],
     accelerator: Accelerator,
     block_size: int | None = None,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hocket.serving.engine.top_logits import BLOCK
-from hocket.serving.engine.truncation import SMALL, Cut, Heated, Scratch, candidates, whole
+from hocket.serving.engine.truncation import SMALL, Cut, Heated, Scratch, kept_entries, kept_rows
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -46,7 +46,9 @@ class Choices:
     min_p: Sequence[float | None]
 
 
-def draw(logits: Tensor, choices: Choices, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, choices: Choices, scratch: Scratch | None = None
+) -> tuple[Tensor, Tensor]:
     """One token per row of `logits` [N, V], fp32, -inf for tokens that must not come.
 
     Returns:
@@ -61,11 +63,11 @@ def draw(logits: Tensor, choices: Choices, scratch: Scratch | None = None) -> tu
     if cut.nothing:
         return inverse_cdf(heated.softmax(), at), good
     alone = cut.share is not None and cut.count is None
-    ids, weights, decided = candidates(heated, cut, heated.softmax() if alone else None)
+    ids, weights, decided = kept_entries(heated, cut, heated.softmax() if alone else None)
     tokens = ids.gather(1, inverse_cdf(weights, at).unsqueeze(1)).squeeze(1)
     if not bool(decided.all()):
         left = (~decided).nonzero().squeeze(1)
-        tokens[left] = inverse_cdf(whole(heated, left, cut), at[left])
+        tokens[left] = inverse_cdf(kept_rows(heated, left, cut), at[left])
     return tokens, good
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from hocket.serving.engine.channel import Channel, ChannelClosed
 from hocket.serving.engine.follower import EVENTS, PLAN, RECORD, RESULT, STOP, TELL, FollowerPart
 from hocket.serving.engine.measured import ReplicaTotals
-from hocket.serving.front.frames import Message, decode, encode
+from hocket.serving.front.frames import Message, decode_frame, encode
 from hocket.serving.request import Output, Request, RequestRefused
 from hocket.serving.scheduling.group import SchedulerGroup
 from hocket.serving.scheduling.step import StepPlan, StepResult
@@ -216,7 +216,7 @@ class Driver:
         with _ToParent():
             commands = self.parent.take()
         for payload in commands:
-            command = decode(payload)
+            command = decode_frame(payload)
             match command["do"]:
                 case "add":
                     self._add(command["request"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.models.failure import place
+from hocket.models.failure import failure_place
 from hocket.models.proxy import ProxyModel, proxy_of
 from hocket.models.skeleton import config_of
 from hocket.runtime.mesh import Mesh
@@ -72,7 +72,7 @@ def self_check(config: Any) -> float:
     except Exception as error:  # a family may fail in its own way on packed tokens
         raise ModelError(
             f"{kind!r} cannot be served: its code fails on tokens of several sequences in one "
-            f"row without a mask, in {place(error)}"
+            f"row without a mask, in {failure_place(error)}"
         ) from error
     if not worst <= _TOLERANCE:
         raise ModelError(

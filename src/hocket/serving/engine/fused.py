@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.runtime.native.kernels import CpuKernels, fits
+from hocket.runtime.native.kernels import CpuKernels, kernels_take
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
 from hocket.serving.engine.projections import MergedLinear
@@ -44,7 +44,7 @@ class Norm(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
         x = hidden_states
-        if not args and not others and x.dim() in (3, 4) and x.shape[0] == 1 and fits(x):
+        if not args and not others and x.dim() in (3, 4) and x.shape[0] == 1 and kernels_take(x):
             return self.kernels.rms_norm(x, self.weight, self.offset, self.eps)
         return super().forward(x, *args, **others)  # type: ignore[no-any-return]
 
@@ -60,7 +60,11 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.shape[1] if self.in_pieces and x.dim() == 3 and x.shape[0] == 1 else 0
-        if count < 2 * _PIECE or isinstance(self.down_proj, RowParallelLinear) or not fits(x):
+        if (
+            count < 2 * _PIECE
+            or isinstance(self.down_proj, RowParallelLinear)
+            or not kernels_take(x)
+        ):
             return self._whole(x)
         out = torch.empty_like(x)
         for at in range(0, count, _PIECE):
@@ -69,7 +73,7 @@ class Gated(nn.Module):
 
     def _whole(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dim() == 3 and gate.shape[0] == 1 and fits(gate, up):
+        if gate.dim() == 3 and gate.shape[0] == 1 and kernels_take(gate, up):
             return self.down_proj(self.kernels.silu_product(gate, up))  # type: ignore[no-any-return]
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
@@ -87,7 +91,7 @@ class _Rotation:
         if (
             args or others or attention.active() is None or q.dim() != 4 or q.shape[0] != 1
             or cos.shape != shape or sin.shape != shape or k.shape[-2:] != q.shape[-2:]
-            or not (fits(q, k, cos, sin) and cos.is_contiguous() and sin.is_contiguous())
+            or not (kernels_take(q, k, cos, sin) and cos.is_contiguous() and sin.is_contiguous())
         ):  # fmt: skip
             return self.original(q, k, cos, sin, *args, **others)
         return self.kernels.rotate(q, k, cos, sin)
@@ -116,7 +120,7 @@ def _fuse_norm(child: Any, kernels: CpuKernels) -> bool:
     plain = isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(eps, float)
     if not plain or isinstance(child, Norm) or len(child._parameters) != 1 or child._modules:
         return False
-    if hooked(child) or not fits(weight) or weight.numel() < 2:
+    if hooked(child) or not kernels_take(weight) or weight.numel() < 2:
         return False
     # Of different sizes, one so small that eps counts.
     x = torch.randn(1, 3, weight.numel(), generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.native.kernels import CpuKernels, fits
+from hocket.runtime.native.kernels import CpuKernels, kernels_take
 from hocket.runtime.native.sums import Sums
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
@@ -87,7 +87,7 @@ class _Layer(nn.Module):
             return None
         cos, sin = positions
         shape = (1, tokens, parts.heads[2])
-        if cos.shape != shape or sin.shape != shape or not fits(h, cos, sin):
+        if cos.shape != shape or sin.shape != shape or not kernels_take(h, cos, sin):
             return None
         if not (cos.is_contiguous() and sin.is_contiguous()):
             return None

@@ -42,7 +42,7 @@ _WARM = 2
 """Runs before a capture: libraries choose kernels and take their workspaces."""
 
 
-def sizes(max_num_seqs: int) -> list[int]:
+def captured_rows(max_num_seqs: int) -> list[int]:
     """Numbers of rows that are captured, ascending; the last is the smaller of `max_num_seqs` and
     `LARGEST`."""
     last = min(max_num_seqs, LARGEST)
@@ -136,7 +136,7 @@ class DecodeGraphs:
     ) -> None:
         self.forward, self.tables = forward, tables
         self.agree = agree
-        self.sizes = sizes(max_num_seqs)
+        self.sizes = captured_rows(max_num_seqs)
         self.hidden = hidden
         self.unknown = unknown
         self.device = device

@@ -21,7 +21,7 @@ from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.request import TokenLogprobs
 
 
-def summary(logits: Tensor, wanted: Tensor, count: int, start: int = 0) -> Tensor:
+def logits_summary(logits: Tensor, wanted: Tensor, count: int, start: int = 0) -> Tensor:
     """What this rank knows of some rows: [P, 3 + 2 n], fp64.
 
     Args:
@@ -59,7 +59,7 @@ def summary(logits: Tensor, wanted: Tensor, count: int, start: int = 0) -> Tenso
     return found
 
 
-def combine(summaries: Tensor) -> Tensor:
+def combined_logprobs(summaries: Tensor) -> Tensor:
     """The log-probabilities of P rows from what each rank knows: [P, 1 + 2 n], fp64.
 
     Args:
@@ -87,7 +87,7 @@ def entries(rows: list[list[float]], wanted: list[int], counts: list[int]) -> li
     """What is reported of P rows.
 
     Args:
-        rows: of `combine`, on the host.
+        rows: of `combined_logprobs`, on the host.
         wanted: P token ids.
         counts: alternatives to tell of each row, at most n.
     """
@@ -115,23 +115,24 @@ def logprobs(
     *,
     rows_at_once: int,
 ) -> Tensor | None:
-    """The log-probabilities of `targets` [P] and of the `most` most probable tokens, as `combine`
+    """The log-probabilities of `targets` [P] and of the `most` most probable tokens, as
+    `combined_logprobs`
     gives them, where the logits are; None on all but index 0 of a split axis.
 
     Args:
         logits: [P, V of this rank], of the model's dtype; taken in slices of `rows_at_once`.
     """
     parts = [
-        summary(part.float(), target, most, vocabulary.start)
+        logits_summary(part.float(), target, most, vocabulary.start)
         for part, target in zip(
             torch.split(logits, rows_at_once), torch.split(targets, rows_at_once), strict=True
         )
     ]
     mine = torch.cat(parts)
     if not vocabulary.split:
-        return combine(mine.unsqueeze(0))
+        return combined_logprobs(mine.unsqueeze(0))
     every = gather(mine, vocabulary.axis, recorder)
-    return None if every is None else combine(torch.stack(every))
+    return None if every is None else combined_logprobs(torch.stack(every))
 
 
 def token_logprobs(

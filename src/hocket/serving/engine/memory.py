@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from hocket.runtime.host_memory import free_memory
+from hocket.runtime.host_memory import free_host_memory
 from hocket.serving.engine.runner import StageRunner
 from hocket.serving.engine.warm_up import warm_up
 from hocket.spec.errors import OptionError
@@ -18,7 +18,7 @@ CPU_SHARE = 0.5
 """Of a CPU's free memory, of which all ranks of the machine get even parts."""
 
 
-def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
+def affordable_cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     """Bytes that the cache of a rank may take where nobody said.
 
     On CUDA: what is free once weights and communicators are there, less what the largest step and
@@ -33,7 +33,7 @@ def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
         OptionError: a GPU has no room for the largest step.
     """
     if runner.device.type != "cuda":
-        return int(free_memory() * CPU_SHARE) // ranks_here
+        return int(free_host_memory() * CPU_SHARE) // ranks_here
     warm_up(runner.mesh)
     needed = runner.step_bytes()
     torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ def require_room(wanted: int, ranks_here: int) -> None:
     Raises:
         OptionError: there is less memory free.
     """
-    free = free_memory()
+    free = free_host_memory()
     if wanted * ranks_here > free:
         part = free // ranks_here
         raise OptionError(

@@ -22,8 +22,8 @@ from hocket.runtime.memory_report import (
     activations,
     device_state,
     living,
+    out_of_memory_report,
     owner_of,
-    report,
     unnamed,
 )
 from hocket.serving.engine.cache import PagedCache
@@ -35,7 +35,7 @@ SMALLER_CACHE = 0.1
 """Share of the cache that is given back beyond what was requested."""
 
 
-def owners(device: torch.device, allocated: int) -> list[OwnedBytes]:
+def server_owners(device: torch.device, allocated: int) -> list[OwnedBytes]:
     """Who holds the memory of a rank's device; `allocated` in all, 0 if that is not known."""
     seen: set[int] = set()
     # (A proxy of something that is gone has a type, and nothing else.)
@@ -49,14 +49,14 @@ def owners(device: torch.device, allocated: int) -> list[OwnedBytes]:
     return [*found, activations(found, allocated, seen, device)]
 
 
-def remedies(
+def server_remedies(
     options: ServeOptions, found: Sequence[OwnedBytes], requested: int
 ) -> list[tuple[str, int]]:
     """Flags of `hocket serve` and about how many bytes each frees on this rank, the most first.
 
     Args:
         options: with every size chosen, as a rank gets them.
-        found: of `owners`.
+        found: of `server_owners`.
         requested: bytes of the allocation that failed.
     """
     held = {owner.name: owner.nbytes for owner in found}
@@ -86,6 +86,6 @@ def explaining(rank: int, device: torch.device, options: ServeOptions) -> Iterat
         yield
     except torch.OutOfMemoryError as error:  # its frames still hold what was alive
         state = device_state(error, device)
-        found = owners(device, state.allocated)
-        fixes = remedies(options, found, state.requested)
-        raise report(rank, state, found, fixes, OTHER) from error
+        found = server_owners(device, state.allocated)
+        fixes = server_remedies(options, found, state.requested)
+        raise out_of_memory_report(rank, state, found, fixes, OTHER) from error

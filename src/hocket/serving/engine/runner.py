@@ -38,7 +38,7 @@ from hocket.serving.engine.attention_kernels import (
     Choice,
     Chosen,
     LayerKind,
-    choose,
+    choose_kernels,
 )
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.bf16_weights import can_be_half, compute_in_fp32, multiply_by_halves
@@ -48,7 +48,7 @@ from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.gathered_experts import all_captured, gathered_tokens, gathering
 from hocket.serving.engine.gemm_select import choose_products
-from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, GraphDevice, sizes
+from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, GraphDevice, captured_rows
 from hocket.serving.engine.layer_probe import LayerProbe, unplaced
 from hocket.serving.engine.projections import (
     lay_inputs_first,
@@ -219,7 +219,7 @@ class StageRunner:
         return -(-self.max_model_len // self.block_size)
 
     def _by_trial(self, kinds: Sequence[LayerKind], block_size: int | None) -> Choice:
-        return choose(kinds, Accelerator.of(self.device), block_size, Trial(self.device))
+        return choose_kernels(kinds, Accelerator.of(self.device), block_size, Trial(self.device))
 
     def _agreed(self, chooser: Chooser, block_size: int | None) -> Choice:
         """The kernels of this stage, for a block size that all ranks of the replica read."""
@@ -340,7 +340,7 @@ class StageRunner:
     @property
     def num_graphs(self) -> int:
         """Sizes of decode steps that are captured."""
-        return len(sizes(self.max_num_seqs))
+        return len(captured_rows(self.max_num_seqs))
 
     @property
     def last_tokens(self) -> Tensor | None:

@@ -38,7 +38,7 @@ from hocket.serving.engine.asked import (
     TokenRequest,
     asked_of,
 )
-from hocket.serving.engine.draw import Choices, draw, uniform
+from hocket.serving.engine.draw import Choices, draw_tokens, uniform
 from hocket.serving.engine.logprobs import token_logprobs
 from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
 from hocket.serving.engine.top_logits import top_token
@@ -342,7 +342,7 @@ def _draw(rows: Tensor, asked: Sequence[TokenRequest], scratch: Scratch) -> tupl
         top_p=[one.slot.top_p for one in asked],
         min_p=[one.min_p for one in options],
     )
-    return draw(rows, choices, scratch)
+    return draw_tokens(rows, choices, scratch)
 
 
 def _rows(of: Tensor, wanted: list[int]) -> Tensor:

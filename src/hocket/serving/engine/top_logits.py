@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.runtime.native.kernels import CpuKernels, fits
+from hocket.runtime.native.kernels import CpuKernels, kernels_take
 
 BLOCK = 64
 """Entries of a block."""
@@ -51,7 +51,7 @@ def top_token(x: Tensor) -> tuple[Tensor, Tensor]:
     The value is NaN if the row holds one; then the id means nothing.
     """
     kernels = CpuKernels.load() if x.device.type == "cpu" else None
-    if kernels is not None and x.numel() and fits(x):
+    if kernels is not None and x.numel() and kernels_take(x):
         return kernels.largest(x)
     if x.shape[1] <= 8 * BLOCK:
         found = x.argmax(-1, keepdim=True)

@@ -73,7 +73,7 @@ class Heated:
         self._heat = None
         if any(one != 1 for one in temperature):
             heat = [min(max(one, COLD), HOT) for one in temperature]
-            self._heat = column(heat, logits)
+            self._heat = _column(heat, logits)
         self.maxima = self.of(maxima)
 
     def of(self, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -126,8 +126,8 @@ class Cut:
             whole = [min(one or size, size) for one in top_k]
             count = torch.tensor(whole, device=like.device).unsqueeze(1)
         if any(one is not None and one < 1 for one in top_p):
-            share = column([2.0 if one is None or one >= 1 else one for one in top_p], like)
-        floor = column([one or 0.0 for one in min_p], like) if any(min_p) else None
+            share = _column([2.0 if one is None or one >= 1 else one for one in top_p], like)
+        floor = _column([one or 0.0 for one in min_p], like) if any(min_p) else None
         return cls(count=count, most=most, share=share, floor=floor)
 
     @property
@@ -142,7 +142,7 @@ class Cut:
         return Cut(count=count, most=self.most, share=share, floor=floor)
 
 
-def candidates(
+def kept_entries(
     heated: Heated, cut: Cut, probability: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What is kept of the entries of a few blocks.
@@ -203,7 +203,7 @@ def candidates(
     return ids, above(weights, cut.floor), decided.squeeze(1)
 
 
-def whole(heated: Heated, wanted: Tensor, cut: Cut) -> Tensor:
+def kept_rows(heated: Heated, wanted: Tensor, cut: Cut) -> Tensor:
     """What is kept of some whole rows: weights [len(wanted), V], 0 for what is dropped.
 
     In memory that is taken again with the next rows.
@@ -267,6 +267,6 @@ def above(weights: Tensor, floor: Tensor | None) -> Tensor:
     return weights.masked_fill_(weights < floor * weights.amax(-1, keepdim=True), 0)
 
 
-def column(values: Sequence[float], like: Tensor) -> Tensor:
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[N, 1] of N numbers."""
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

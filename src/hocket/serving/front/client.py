@@ -26,7 +26,7 @@ from hocket.serving.front.frames import (
     MAX_EVENT,
     FrameReader,
     Message,
-    decode,
+    decode_frame,
     encode,
     hello,
 )
@@ -97,7 +97,7 @@ class ClientStream:
     def _give(self, output: Output) -> None:
         if output.finish_reason is not None:
             self._over = True
-        self._next = output if self._next is None else merged(self._next, output)
+        self._next = output if self._next is None else _merged_outputs(self._next, output)
         self._wake()
 
     def _fail(self, error: HocketError) -> None:
@@ -256,7 +256,7 @@ class ReplicaClient:
         try:
             while data := await self._reader.read(_CHUNK):
                 for payload in self._frames.feed(data):
-                    self._hear(decode(payload))
+                    self._hear(decode_frame(payload))
         except OSError as error:
             why = f"the replica is gone: {error}"
         finally:
@@ -320,7 +320,7 @@ class ReplicaClient:
         self._answers = {}
 
 
-def merged(first: Output, second: Output) -> Output:
+def _merged_outputs(first: Output, second: Output) -> Output:
     """Two outputs of one request, one after the other, as one."""
     return dataclasses.replace(
         second,

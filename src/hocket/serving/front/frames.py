@@ -49,7 +49,7 @@ def encode(message: Message) -> bytes:
     return pack(json.dumps(message, separators=(",", ":")).encode())
 
 
-def decode(payload: bytes) -> Message:
+def decode_frame(payload: bytes) -> Message:
     """The message of a payload.
 
     Raises:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from hocket.serving.front.client import ReplicaLost
 from hocket.serving.request import Output, Request, RequestRefused
-from hocket.serving.scheduling.known_prefixes import KnownPrefixes, chain
+from hocket.serving.scheduling.known_prefixes import KnownPrefixes, prefix_keys
 from hocket.spec.errors import HocketError
 
 EXPECTED = 128.0
@@ -171,7 +171,7 @@ class Router:
 
     def order(self, request: Request) -> list[tuple[RoutedReplica, int]]:
         """The replicas, the best one first, each with the tokens of the prompt that it holds."""
-        keys = chain(request.tokens, self.block_size, request.salt)
+        keys = prefix_keys(request.tokens, self.block_size, request.salt)
         size = len(request.tokens)
         # The last token is computed in any case: its logits are what is asked for.
         hits = [
@@ -206,7 +206,7 @@ class Router:
 
     def begin(self, replica: RoutedReplica, request: Request) -> tuple[int, RoutedStream]:
         """Hand a request to one replica, and count it."""
-        keys = chain(request.tokens, self.block_size, request.salt)
+        keys = prefix_keys(request.tokens, self.block_size, request.salt)
         held = min(replica.prefixes.hit(keys) * self.block_size, max(len(request.tokens) - 1, 0))
         stream = replica.client.submit(request)
         self._numbers += 1

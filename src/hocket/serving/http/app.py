@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from hocket.serving.http.call import Endpoint
 from hocket.serving.http.chat import chat
 from hocket.serving.http.completions import completions
-from hocket.serving.http.errors import ApiError, error_of, error_response
+from hocket.serving.http.errors import ApiError, error_response, http_error
 from hocket.serving.http.gate import Gate
 from hocket.serving.http.metrics import CONTENT_TYPE
 from hocket.serving.http.openapi import BODIES, READ
@@ -65,7 +65,7 @@ def build_metrics_app(service: HttpService) -> ASGIApp:
 
 def _starlette(routes: list[Route]) -> Starlette:
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(_named(request, error_of(error)))
+        return error_response(_named(request, http_error(error)))
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: failed, ApiError: failed})
     app.router.redirect_slashes = False

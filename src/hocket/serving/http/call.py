@@ -26,8 +26,8 @@ from hocket.serving.http.errors import (
     ApiError,
     bad,
     error_bytes,
-    error_of,
     error_response,
+    http_error,
     refuse_unread,
 )
 from hocket.serving.http.gate import log_fault
@@ -92,7 +92,7 @@ class Call:
                     await self._give(part)
                     part = await anext(parts, None)
             except Exception as error:
-                found = error_of(error)
+                found = http_error(error)
                 if found.code == "internal_error":
                     log_fault(self.who.id, error)
                 name = b"event: error\n" if name_errors else b""
@@ -145,7 +145,7 @@ class Endpoint:
             try:
                 response = work.result()
             except Exception as error:
-                found = error_of(error)
+                found = http_error(error)
                 if found.code == "internal_error":
                     log_fault(call.who.id, error)
                 response = error_response(found)

@@ -83,7 +83,7 @@ _REFUSED = {
 }
 
 
-def error_of(error: BaseException, param: str | None = None) -> ApiError:
+def http_error(error: BaseException, param: str | None = None) -> ApiError:
     """What an exception of ours means to the client; anything unknown is a fault of ours, 500."""
     if isinstance(error, ApiError):
         return error

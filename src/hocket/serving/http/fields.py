@@ -17,7 +17,7 @@ from hocket.serving.front.text import check_stop
 from hocket.serving.http.errors import bad
 from hocket.serving.http.settings import HttpSettings
 from hocket.serving.http.structures import (
-    choice,
+    choice_regex,
     pattern,
     response_format,
     schema,
@@ -190,7 +190,7 @@ class Fields(BaseModel):
             ("structured_outputs", structured_outputs(self.structured_outputs)),
             ("guided_json", None if self.guided_json is None else schema(self.guided_json)),
             ("guided_regex", pattern(self.guided_regex)),
-            ("guided_choice", choice(self.guided_choice)),
+            ("guided_choice", choice_regex(self.guided_choice)),
             ("regex", pattern(self.regex)),
         ]
 

@@ -45,7 +45,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         if role != "assistant":
             raise bad(f"{where}.content is missing", f"{where}.content")
         content = ""
-    found["content"] = text_of(content or "", f"{where}.content")
+    found["content"] = message_text(content or "", f"{where}.content")
     for name in ("name", "tool_call_id", "reasoning_content"):
         if given.get(name) is not None:
             if not isinstance(given[name], str):
@@ -58,7 +58,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def text_of(content: Any, where: str) -> str:
+def message_text(content: Any, where: str) -> str:
     """A message's content: a text, or parts of text."""
     if isinstance(content, str):
         return content

@@ -18,7 +18,7 @@ from hocket.serving.http.chat import max_tokens
 from hocket.serving.http.errors import bad
 from hocket.serving.http.fields import ResponseFields
 from hocket.serving.http.logprobs import chat_logprobs, dumps
-from hocket.serving.http.messages import read_messages, read_switches, text_of
+from hocket.serving.http.messages import message_text, read_messages, read_switches
 from hocket.serving.http.tools import ToolCall, Tools, ToolText
 
 
@@ -114,7 +114,7 @@ def _item(item: Any, where: str, found: list[Any]) -> None:
         else:
             found.append({"role": "assistant", "content": "", "tool_calls": [call]})
     elif kind == "function_call_output":
-        text = text_of(item.get("output", ""), f"{where}.output")
+        text = message_text(item.get("output", ""), f"{where}.output")
         found.append(
             {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))[:200]}
         )

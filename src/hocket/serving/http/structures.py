@@ -50,7 +50,7 @@ def structured_outputs(given: Any) -> dict[str, Any] | None:
             if name == "regex" and isinstance(value, str):
                 return pattern(value)
             if name == "choice" and isinstance(value, list):
-                return choice(value)
+                return choice_regex(value)
     raise bad(
         "structured_outputs must hold one of json, json_object, regex, choice",
         "structured_outputs",
@@ -73,7 +73,7 @@ def pattern(given: str | None) -> dict[str, Any] | None:
     return None if given is None else {"type": "regex", "pattern": given}
 
 
-def choice(given: list[Any] | None) -> dict[str, Any] | None:
+def choice_regex(given: list[Any] | None) -> dict[str, Any] | None:
     """One of some strings, as a regular expression."""
     if given is None:
         return None

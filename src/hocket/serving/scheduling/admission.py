@@ -6,7 +6,7 @@ import dataclasses
 import struct
 
 from hocket.serving.request import SamplingParams
-from hocket.serving.scheduling.frames import FrameError, Reader, column
+from hocket.serving.scheduling.frames import FrameError, Reader, packed_numbers
 from hocket.spec.errors import OptionError
 
 _FIXED = struct.Struct("<iiqiii6diiii6I")
@@ -61,7 +61,12 @@ def encode_admission(admission: Admission) -> bytes:
     )  # fmt: skip
     ints = [*admission.prompt, *admission.generated, *sampling.stop, *sampling.stop_tokens]
     ints += [token for token, _ in sampling.logit_bias]
-    return fixed + column(ints) + column([bias for _, bias in sampling.logit_bias]) + text
+    return (
+        fixed
+        + packed_numbers(ints)
+        + packed_numbers([bias for _, bias in sampling.logit_bias])
+        + text
+    )
 
 
 def decode_admission(reader: Reader) -> Admission:

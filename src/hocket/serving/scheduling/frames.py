@@ -24,7 +24,7 @@ class FrameError(Exception):
     """A frame between ranks that is not what its sender's encoder makes: a fault of ours."""
 
 
-def column(numbers: Iterable[int] | Iterable[float]) -> bytes:
+def packed_numbers(numbers: Iterable[int] | Iterable[float]) -> bytes:
     """int32 of ints, float64 of floats; empty of nothing."""
     numbers = list(numbers)
     if not numbers:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hocket.serving.request import Output, Request
-from hocket.serving.scheduling.known_prefixes import KnownPrefixes, chain
+from hocket.serving.scheduling.known_prefixes import KnownPrefixes, prefix_keys
 from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.stats import Stats
@@ -56,7 +56,7 @@ class SchedulerGroup:
             return
         keys: list[bytes] = []
         if self.limits.prefix_cache:
-            keys = chain(request.tokens, self.limits.block_size, request.salt)
+            keys = prefix_keys(request.tokens, self.limits.block_size, request.salt)
         rank = self._choose(request, keys)
         self.schedulers[rank].add(request, now)
         tokens = len(request.tokens) + request.sampling.max_new_tokens

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
-def chain(tokens: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
+def prefix_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
     """A key for each full block of a prompt, which also names all blocks before it."""
     key = hashlib.blake2b(salt.encode(), digest_size=16).digest()
     found = []

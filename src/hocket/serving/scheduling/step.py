@@ -30,7 +30,7 @@ from typing import Final
 
 from hocket.serving.request import TokenLogprobs
 from hocket.serving.scheduling.admission import Admission, decode_admission, encode_admission
-from hocket.serving.scheduling.frames import VERSION, Buffer, Reader, column
+from hocket.serving.scheduling.frames import VERSION, Buffer, Reader, packed_numbers
 
 NONE: Final = 0
 LAST: Final = 1
@@ -147,7 +147,7 @@ class StepPlan:
             len(self.released), len(self.admitted), len(self.snapshots),
             self.widest, self.decoding,
         )  # fmt: skip
-        parts = [head, column(ints), *map(encode_admission, self.admitted)]
+        parts = [head, packed_numbers(ints), *map(encode_admission, self.admitted)]
         return b"".join(parts)
 
     @classmethod
@@ -247,7 +247,7 @@ class StepResult:
             _RESULT_MAGIC, VERSION, self.number, len(self.tokens), len(self.logprobs),
             len(self.prompt_logprobs), len(self.failed), len(ints), len(floats),
         )  # fmt: skip
-        return b"".join([head, column(ints), column(floats), *texts])
+        return b"".join([head, packed_numbers(ints), packed_numbers(floats), *texts])
 
     @classmethod
     def decode(cls, buffer: Buffer) -> StepResult:
