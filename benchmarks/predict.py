@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.quiet import wait_until_quiet
 from hocket.catalogue import models
 from hocket.jobs import forecast, machine, prepare
-from hocket.jobs.background_load import Others
+from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.probe import measure_machine
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
@@ -144,7 +144,7 @@ def one(
     spec = prepare_run(job, run_folder, record)
     told, _ = forecast.predicted_run(spec, measured, launcher=launcher, schedule=job.schedule)
     assert told.known, told.why
-    beside = Others()
+    beside = BackgroundLoad()
     summary = launch_ranks(launcher, run_folder, spec, record, cluster="none")
     seconds = [float(event["step_seconds"]) for event in record.steps[WARM:]]
     timeline = Timeline.from_json(run_folder.timeline_file.read_text())

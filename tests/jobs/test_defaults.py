@@ -198,7 +198,7 @@ def test_a_dry_run_is_of_the_model_that_the_data_make(
             Forecast.none(str(spec.layout), ""), step_seconds=0.5, memory=({"total": 1 << 20},)
         )
 
-    monkeypatch.setattr(dry_run.forecast, "forecast", forecast)
+    monkeypatch.setattr(dry_run.forecast, "forecast_run", forecast)
     flags = ["train", "tiny-llama", "--data", "a.txt", "--seq-len", "32", "--global-batch", "4",
              "--layout", "dp2", "--dtype", "fp32", "--steps", "8", "--dry-run"]  # fmt: skip
     assert main(flags) == 0

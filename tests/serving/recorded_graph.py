@@ -93,7 +93,7 @@ def reference_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _define(reference)
     # A CPU runner of this process may have put a kernel in C into the family's module, for good.
-    monkeypatch.setattr("hocket.serving.engine.fused.fits", lambda *tensors: False)
+    monkeypatch.setattr("hocket.serving.engine.fused.kernels_take", lambda *tensors: False)
     monkeypatch.setattr(paged_attention_cases, "paged_attention_reference", attend)
 
 
