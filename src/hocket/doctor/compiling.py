@@ -21,8 +21,8 @@ CHECKS = (
     GpuCheck(
         id="compile-tp2", group="multi-gpu", what="a step at tp2, compiled with its collectives "
         "inside, compared with eager", criterion="no graph break; the loss within 1e-4, gradients "
-        "within 2e-2 of their largest entry (bf16)", function=_HERE + "compiled", gpus=2,
-        capability=(8, 0), seconds=35.0, timeout=240.0, slow=True,
+        "within 2e-2 of their largest entry (bf16)", function=_HERE + "compare_compiled_step",
+        gpus=2, capability=(8, 0), seconds=35.0, timeout=240.0, slow=True,
     ),
     GpuCheck(
         id="compile-tp2-pipelined", group="multi-gpu", what="a compiled step at tp2 with sequence "

@@ -214,7 +214,7 @@ def torch_cuda(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def compute_capability(place: Place) -> CheckOutcome:
+def capability(place: Place) -> CheckOutcome:
     """Compute capabilities, and the code of this build."""
     import torch
 

@@ -35,14 +35,14 @@ CHECKS = (
         f"{BUSY:.0%}, and one that CUDA_VISIBLE_DEVICES hides", criterion="the first is claimed "
         "with a note that others use it (or rejected with the reason in exclusive "
         "mode), the second "
-        "is rejected with the number of GPUs shown", function=_HERE + "claim", seconds=3.0,
+        "is rejected with the number of GPUs shown", function=_HERE + "claim_messages", seconds=3.0,
         timeout=60.0, forks=True,
     ),
     GpuCheck(
         id="env-settings", group="environment", what="settings of a rank: allocator, NCCL's "
         "watchdog, order of devices, as launch/gpus.py sets them", criterion="every variable has "
         "the value set; the allocator is native, with expandable segments", seconds=7.0,
-        function=_HERE + "settings", timeout=90.0, slow=True,
+        function=_HERE + "inherited_settings", timeout=90.0, slow=True,
     ),
     GpuCheck(
         id="clean-end", group="multi-gpu", what="two short runs of two ranks, one after the other: "

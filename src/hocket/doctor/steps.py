@@ -70,9 +70,9 @@ CHECKS = (
     ),
     _two_ranks(
         "train-bucket-sizes", "a step at dp2 with gradient buckets of "
-        f"{', '.join(f'{size:g}' for size in BUCKETS)} MB and of the default size", "bucket_sizes",
-        f"the default takes at most {SLOWER:g} times the fastest; gradients within 2e-2 of their "
-        "largest entry (bf16)",
+        f"{', '.join(f'{size:g}' for size in BUCKETS)} MB and of the default size",
+        "time_bucket_sizes", f"the default takes at most {SLOWER:g} times the fastest; gradients "
+        "within 2e-2 of their largest entry (bf16)",
     ),
     _two_ranks(
         "overlap-tp2", "a step at tp2: collectives that overlap with matmuls, and gradients in the "
@@ -322,7 +322,7 @@ def buckets_rank(context: RankContext, payload: dict[str, Any]) -> None:
 def overlap_tensor(place: Place) -> CheckOutcome:
     """Share of the collectives' seconds that overlap with matmuls, and gradients of both orders."""
     job = step_job(place, "tp2:sequence_parallel=true")
-    found = ranks(place, _HERE + "overlap_rank", 2, {"spec": job.to_json()})
+    found = ranks(place, _HERE + "tensor_overlap_rank", 2, {"spec": job.to_json()})
     worst = max(values["difference"] for values in found)
     place.values["gradient_difference"] = worst
     limit = 2e-2 if place.on_gpu else 1e-5

@@ -265,7 +265,7 @@ def prepare_checked_model(
         "code": None if source.code is None else str(source.code),
         "switches": dict(switches or {}),
     }  # fmt: skip
-    launcher.run(f"{REFERENCE}:prepare", 1, payload, heard.append, startup_timeout=600.0)
+    launcher.run(f"{REFERENCE}:prepare_model", 1, payload, heard.append, startup_timeout=600.0)
     (made,) = (event for event in heard if event["event"] == "prepared")
     if "rejected" in made:
         raise ModelError(made["rejected"])
@@ -329,7 +329,7 @@ def layout_reports(
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     launcher.run(
-        f"{REFERENCE}:compare", 1, payload, heard.append,
+        f"{REFERENCE}:compare_answers", 1, payload, heard.append,
         startup_timeout=1800.0, silence_timeout=1800.0,
     )  # fmt: skip
     reports: dict[str, ServedCheck] = {}
