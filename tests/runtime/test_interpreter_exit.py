@@ -61,7 +61,7 @@ atexit.register = seen.append
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 Mesh(Layout(), 0)
 Mesh(Layout(), 0)
-assert seen == [interpreter_exit.settle], seen
+assert seen == [interpreter_exit.settle_threads], seen
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

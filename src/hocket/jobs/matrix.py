@@ -222,7 +222,7 @@ class _Batch:
                 "folder": str(self.folder),
                 "types": [(k, self.types[k].config, self.types[k].wanted) for k in waiting],
             }
-            error = self._world("prepare", min(2, len(waiting)), payload, listen)
+            error = self._world(f"{RANKS}:prepare_cases", min(2, len(waiting)), payload, listen)
             if error is None:
                 break
             hung = getattr(error, "rank", None)
@@ -260,7 +260,7 @@ class _Batch:
 
         while waiting:
             rows = [[k, self.types[k].config, part] for k, part in waiting]
-            error = self._world("try_parts", 2, {"trials": rows}, listen)
+            error = self._world(f"{RANKS}:try_parts", 2, {"trials": rows}, listen)
             if error is None:
                 assert not waiting, waiting
                 break
@@ -284,7 +284,10 @@ class _Batch:
         cases, self.tipped = self.tipped, []
         configs = {kind: self.types[kind].config for kind, _ in cases}
         payload = {"folder": str(self.folder), "types": list(configs.items())}
-        if self._world("widen", min(2, len(configs)), payload, lambda event: None) is not None:
+        if (
+            self._world(f"{RANKS}:widen", min(2, len(configs)), payload, lambda event: None)
+            is not None
+        ):
             return  # the outcome in fp32 stays
         for size in sorted({self.layouts[text].world_size for _, text in cases}):
             same = [case for case in cases if self.layouts[case[1]].world_size == size]
@@ -322,7 +325,7 @@ class _Batch:
                     for number, (kind, text) in waiting.items()
                 ],
             }
-            error = self._world("compare", size, payload, listen)
+            error = self._world(f"{RANKS}:compare_cases", size, payload, listen)
             if error is None:
                 assert not waiting, waiting
                 break
@@ -370,7 +373,7 @@ class _Batch:
         """Run one world to its end; what ended it, if it was not the last case."""
         try:
             self.launcher.run(
-                f"{RANKS}:{entry}",
+                entry,
                 size,
                 payload,
                 listen,
