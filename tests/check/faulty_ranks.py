@@ -13,7 +13,7 @@ from hocket.ranks.matrix import try_parts, widen  # noqa: F401  entries without 
 from hocket.training import check
 
 
-def prepare(context: Any, payload: dict[str, Any]) -> None:
+def prepare_cases(context: Any, payload: dict[str, Any]) -> None:
     whole = matrix_rank._prepare
 
     def faulty(kind: str, *rest: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def prepare(context: Any, payload: dict[str, Any]) -> None:
     matrix_rank.prepare_cases(context, payload)
 
 
-def compare(context: Any, payload: dict[str, Any]) -> None:
+def compare_cases(context: Any, payload: dict[str, Any]) -> None:
     whole = matrix_rank._compare
 
     def faulty(context: Any, spec: Any, *rest: Any) -> Any:
