@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
     adapters,
+    copies,
     defaults,
     forecast,
     forecast_policy,
@@ -116,7 +117,7 @@ def _launched(
     **more: Any,
 ) -> Summary:
     """`launch_ranks`, and with `--elastic` again on the devices that are left where one is gone."""
-    try:
+    with copies.own_copies(folder, spec.options):
         while True:
             try:
                 return launch_ranks(launcher, folder, spec, record, cluster=request.cluster, **more)
@@ -125,10 +126,6 @@ def _launched(
                 left = dataclasses.replace(request, run=folder.path, ranks=gone.ranks, again=True)
                 found = resume.resume_job(dataclasses.replace(left, auto=False))
                 spec, more["accumulate"] = resumed(found, record, launcher=launcher), False
-    finally:
-        shutil.rmtree(folder.state_copies, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run's copies are in it, or it was never made
-            folder.state_copies.parent.rmdir()
 
 
 def _warm(
@@ -398,6 +395,8 @@ def _run_joined(
 
         verify_data(folder.data, spec.workload.seq_len, adopt=False)
     uploading = upload.uploads(folder, spec, record)
+    if context.local_rank == 0:
+        copies.claim_copies(folder, options, copies.JOINED)
     with (
         unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume),
         uploading if context.rank == 0 else contextlib.nullcontext(),
@@ -418,6 +417,8 @@ def _run_joined(
             device=options.device,
             world_size=spec.layout.world_size,
         )
+    if context.local_rank == 0 and options.replicate_state:
+        copies.release_copies(folder)
     if context.rank == 0:
         ledger.enter(folder.path, record.note)
     return record.summary(folder)
