@@ -71,6 +71,17 @@ def test_a_failure_that_comes_back_ends_the_run(tmp_path: Path) -> None:
     assert "rank 1" in str(caught.value)
 
 
+def test_a_failure_after_a_new_checkpoint_is_another_one(tmp_path: Path, whole: Whole) -> None:
+    """Both come after step 8 to the same rank, and the checkpoint of step 8 is between them."""
+    whole(tmp_path, "whole", "dp2")
+    faults = [
+        {"kind": "kill", "rank": 1, "phase": "save", "step": 8},
+        {"kind": "kill", "rank": 1, "phase": "step", "step": 9, "attempts": 2},
+    ]
+    assert job(tmp_path, "cut", "dp2", faults).restarts == 2
+    assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
+
+
 def test_restarts_in_a_row_are_bounded(tmp_path: Path) -> None:
     faults = [
         {"kind": "kill", "rank": 0, "phase": "step", "step": 2},

@@ -106,8 +106,8 @@ def run_with_restarts(
                 return
             if not launcher.alive or not hasattr(error, "rank"):
                 raise
-            if record.saved != saved:
-                used, saved = 0, record.saved
+            if record.saved != saved:  # what fails now has not failed since it was passed
+                used, saved, last = 0, record.saved, None
             fault = Fault(record.step, error.rank, str(getattr(error, "cause", "")))
             if most and fault == last:
                 if spec.options.elastic and not record.stepped and spec.layout.world_size > 1:

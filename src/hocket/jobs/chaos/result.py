@@ -18,7 +18,8 @@ class FaultResult:
         named: the message names the right rank, file or parameter; None where there is none.
         recovered_seconds: from the detection to the next step, or to the end of the job.
         steps_lost: steps that were taken again.
-        survived: it was found, and the job continued. remark: why not.
+        survived: it was found, and the job continued. remark: why not; of a flipped bit, its place
+            and the rejection.
     """
 
     kind: str

@@ -270,6 +270,8 @@ class _Watched:
         text = str(error)
         named = path.name in text or path.parent.name in text
         self.detected(fault, when, named, self.done)
+        place = f"{path.relative_to(self.folder)}, bit {bit} of byte {at}"
+        self._found[fault.number]["text"] = f"{place}: {text}"
         return True
 
     def _accepted(self, when: float) -> None:
@@ -359,7 +361,7 @@ class _Watched:
             if "recovered" in found:
                 result.recovered_seconds = max(0.0, found["recovered"] - found["time"])
                 result.survived = True
-            result.remark = error if not result.survived else ""
+            result.remark = error if not result.survived else found.get("text", "")
         return rows
 
 
