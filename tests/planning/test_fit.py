@@ -9,7 +9,7 @@ import pytest
 
 from hocket.catalogue import hardware, shapes
 from hocket.cost.measured_stage import GRADIENT_BYTES
-from hocket.jobs.plan import default_precision
+from hocket.jobs.planner_problem import default_precision
 from hocket.planning.fit import HEADROOM
 from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem

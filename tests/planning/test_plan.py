@@ -426,7 +426,7 @@ def why() -> list[str]:
 
 
 def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
-    pins = {"pp": 8, "cp": 1, "recompute": "none"}
+    pins = {"pp": 8, "cp": 1, "recompute": "none", "schedule": "1f1b"}
     told = explain_layout(
         ROOMY, best_layouts(ROOMY, pins={"tp": 8, **pins}).best, pins=pins, here=True
     )

@@ -52,7 +52,7 @@ class PlanFlags:
         grad_dtype: gradient type, as in `hocket train` (default: fp32). One of: fp32, bf16.
         stack: software whose constants estimate a step, and whose features bound the search:
             megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ...
-            (default: megatron-core's constants, any layout).
+            (default: hocket itself, with the constants of eager PyTorch).
         price_list: providers whose on-demand quotes give the median price (default: all). One of:
             hyperscaler, specialist, all.
         lora_rank: LoRA rank (default: full fine-tuning).
@@ -226,7 +226,9 @@ def main(arguments: Sequence[str]) -> int:
         print(write_plan_page(found, flags.html))
     else:
         print(job.plan_table(found))
-        if stored := job.storage_note(flags.model):
+        from hocket.jobs.planner_problem import storage_note
+
+        if stored := storage_note(flags.model):
             print(stored)
         if job.trains(found):
             show(job.train_command(found), job.rehearsal(found))
@@ -287,7 +289,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         return _from(flags, written)
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
-    from hocket.jobs.plan import storage_note as stored_of
+    from hocket.jobs.planner_problem import storage_note as stored_of
     from hocket.jobs.serving import plan as job
     from hocket.jobs.serving import table as serve_table
 

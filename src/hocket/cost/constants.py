@@ -89,6 +89,10 @@ class Constants:
         quantized_inputs: products in 8 and 4 bits save their inputs in 8 (Transformer Engine).
         selective_halves: selective recompute takes every second layer (torchtitan), not the
             attention core alone (Megatron).
+        eager_saved: layers are the model's own code, which saves for backward operation by
+            operation; else fused kernels.
+        logits_in_place: the loss overwrites logits by their gradient, and they are freed before the
+            backward of the last layer.
 
     Of the run:
         expert_imbalance: tokens of the expert rank that gets most, over the mean of them all; 1
@@ -133,6 +137,8 @@ class Constants:
     once_per_node: Any
     expert_outputs: Any
     quantized_inputs: Any
+    eager_saved: Any
+    logits_in_place: Any
     weight_bytes: Any
     gradient_bytes: Any
     optimizer_bytes: Any

@@ -65,17 +65,22 @@ class Layouts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankLayers:
-    """Layers that pipeline ranks hold, [r] each: the first, the last, and the fullest one."""
+    """Layers that pipeline ranks hold, [r] each: the first, the last, and the rank with most.
+
+    `early`: how many more the first rank's first stage has than its stages have on average.
+    """
 
     first: Floats
     last: Floats
     most: Floats
+    early: Floats
 
 
 def equal_layers(model: Terms, at: Layouts) -> RankLayers:
     """As many on every rank; one fewer at both ends where these are `lighter`."""
     most = (model.layers + 2.0 * at.lighter) / at.pp
-    return RankLayers(first=most - at.lighter, last=most - at.lighter, most=most)
+    ends = most - at.lighter
+    return RankLayers(first=ends, last=ends, most=most, early=np.zeros_like(at.pp))
 
 
 def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:

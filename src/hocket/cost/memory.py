@@ -8,8 +8,8 @@
                   rank; ZB-H2 2p - 1; ZB-V p on every rank; sequential 1, of whole stages. Under
                   full recompute a layer saves its input, and one layer is whole while it runs
                   backward (Korthikanti et al. 2022, section 4)
-    last stage    one microbatch's logits and their gradient; under ZB-H1 the gradients of all in
-                  flight, which the head's weights wait for
+    last stage    one microbatch's logits and their gradient; under GPipe the logits of all, under
+                  ZB-H1 the gradients of all in flight, which the head's weights wait for
     around it     the allocator's slack, the CUDA context, communication buffers
 
 The larger of the first and the last stage counts. Legend: p pipeline ranks, m microbatches,
@@ -97,11 +97,18 @@ def peak_memory(
     first = _sum(first, _times(ends[1], np.where(bent | alone, 1.0, 0.0)))
     last = _sum(_times(layer_weights, end), _times(ends[1], np.where(bent, 0.0, 1.0)))
     middle = _times(layer_weights, np.where(at.pp > 2, stage, 0.0))
-    acts_first = saved * begin * flight + live_layer + looked_up * flight
-    acts_first = acts_first + np.where(bent | (at.pp <= 1), logits, 0.0)
-    late = np.where(split | bent, flight, 1.0)
-    acts_last = saved * end * late + live_layer
-    acts_last = acts_last + np.where(bent, 0.0, logits * (late + 1) / 2)
+    freed = np.asarray(constants.logits_in_place) > 0  # before the last layer is made again
+
+    def at_end(held: Floats) -> Floats:
+        return np.where(freed, np.maximum(live_layer, held), live_layer + held)
+
+    acts_first = saved * (begin * flight + _early(at, ranks) / model.layers) + looked_up * flight
+    acts_first = acts_first + at_end(np.where(bent | (at.pp <= 1), logits, 0.0))
+    whole = at.schedule == SCHEDULES.index("gpipe")  # every forward comes before a backward
+    late = np.where(split | bent | whole, flight, 1.0)
+    acts_last = saved * end * late
+    of_logits = logits * np.where(freed, np.where(whole, late, 1.0), (late + 1) / 2)
+    acts_last = acts_last + at_end(np.where(bent, 0.0, of_logits))
     # The first stage has most in flight; a lighter first stage leaves the second as the fullest.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
     acts_second = saved * stage * np.maximum(flight * (1 - less), 1.0)
@@ -159,7 +166,7 @@ def _saved(
     more = imbalance_of(at, constants) - 1.0
     inside = inside + more * block.saved_routed_inside
     outside = outside + more * block.saved_routed_outside
-    plain = width * (inside / at.tp + outside / split)
+    plain = width * (inside / at.tp + outside / split + block.saved_whole)
     flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
     scores = np.where(flash, 0.0, block.saved_square * seq_len / at.tp)
     core = width * (block.saved_core / at.tp + scores)
@@ -176,10 +183,22 @@ def _saved(
 
 
 def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
-    """Bytes per token of the embedding or the head; the gradient of logits is a second copy."""
+    """Bytes per token of the embedding or the head; the gradient of logits is a second copy, where
+    the loss does not overwrite them."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     width = constants.element_bytes / TRACED_BYTES
-    found: Floats = width * (2.0 * block.saved_inside / at.tp + block.saved_outside / split)
+    copies = np.where(np.asarray(constants.logits_in_place) > 0, 1.0, 2.0)
+    found: Floats = width * (copies * block.saved_inside / at.tp + block.saved_outside / split)
+    return found
+
+
+def _early(at: Layouts, ranks: RankLayers) -> Floats:
+    """Layers times microbatches that the first rank holds beyond its layers times those in flight:
+    its first stage has 2p - 1 in flight, its others p, and under ZB-V its last one 1."""
+    p, m = at.pp, at.microbatches
+    others = np.where(at.schedule == SCHEDULES.index("zb-v"), 1.0, np.minimum(p, m))
+    turns = (at.virtual > 1) & (p > 1) & (at.schedule != SCHEDULES.index("gpipe"))
+    found: Floats = np.where(turns, ranks.early * (np.minimum(2 * p - 1, m) - others), 0.0)
     return found
 
 

@@ -75,6 +75,7 @@ class BlockTerms:
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
         saved: bytes held from forward to backward; `core` under selective recompute is not.
+            `whole` is divided by nothing.
             `expert_outputs`, which only the gradient of the routing weights needs, are apart.
             `inputs`: of `saved`, inputs of products that nothing else needs, less half of those
             that attention needs too: what is freed twice over where inputs are saved in 8 bits.
@@ -100,6 +101,7 @@ class BlockTerms:
     kernels_backward: Floats
     saved_inside: Floats
     saved_outside: Floats
+    saved_whole: Floats
     saved_expert_outputs: Floats
     saved_inputs_inside: Floats
     saved_inputs_outside: Floats
@@ -139,10 +141,15 @@ class Terms:
     head: BlockTerms
 
 
-def terms(shape: ModelShape) -> Terms:
-    """The terms of one model; every array holds one number."""
+def terms(shape: ModelShape, *, eager: bool = False) -> Terms:
+    """The terms of one model; every array holds one number.
+
+    Args:
+        eager: bytes saved for backward are those of the model's own code, operation by operation;
+            else those of fused kernels.
+    """
     kinds = tuple(
-        (_one(shape.layers.count(kind)), _block(shape.blocks[kind], layer=True))
+        (_one(shape.layers.count(kind)), _block(shape.blocks[kind], layer=True, eager=eager))
         for kind in dict.fromkeys(shape.layers)
     )
     return Terms(
@@ -153,8 +160,8 @@ def terms(shape: ModelShape) -> Terms:
         experts_per_token=_one(shape.experts_per_token),
         tied=_one(shape.tied),
         kinds=kinds,
-        embedding=_block(shape.blocks["embedding"]),
-        head=_block(shape.blocks["head"]),
+        embedding=_block(shape.blocks["embedding"], eager=eager),
+        head=_block(shape.blocks["head"], eager=eager),
     )
 
 
@@ -244,16 +251,16 @@ def _expert_outputs(block: BlockShape) -> float:
     return size if found else 0.0
 
 
-def _routed(block: BlockShape, *, outside: bool) -> float:
+def _routed(block: BlockShape, views: Sequence[str], *splits: str) -> float:
     """Bytes of what routed experts save on the ranks that hold them."""
     experts = {p.name for p in block.products if p.groups > 1}
     return sum(
         row.bytes
         for row in block.saved
-        if row.name.removesuffix(" input") in experts
-        and row.view in ("fused", "both")
+        if row.name.removesuffix(" input").partition(":")[0] in experts
+        and row.view in views
         and not row.square
-        if (row.split == "outside") == outside
+        if _divided(row.split) in splits
     )
 
 
@@ -274,7 +281,12 @@ def _inputs(block: BlockShape, *, outside: bool) -> float:
     return own - again
 
 
-def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
+def _divided(split: str) -> str:
+    """What divides a saved tensor: tp, tp with sequence parallelism alone, or nothing."""
+    return split if split in ("outside", "whole") else "inside"
+
+
+def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> BlockTerms:
     products = [
         dataclasses.replace(same[0], n=sum(p.n for p in same)) for same in together(block.products)
     ]
@@ -287,18 +299,20 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         saved = min(3.0 * summed, sums) if phase == "backward" and outside else 0.0
         return _one(sum(getattr(m, phase) for m in chosen) - saved)
 
-    def held(outside: bool, *, core: bool = False, square: bool = False) -> Floats:
+    views = ("eager" if eager else "fused", "both")
+
+    def held(split: str, *, core: bool = False, square: bool = False) -> Floats:
         chosen = [
             s
             for s in block.saved
-            if s.view in ("fused", "both") or (square and s.view == "core")
+            if s.view in views or (square and s.view == "core")
             if s.square == square and s.selective == core
-            if square or core or (s.split == "outside") == outside
+            if square or core or _divided(s.split) == split
         ]
         return _one(sum(s.bytes for s in chosen))
 
     experts = tuple(p.name for p in block.products if p.groups > 1)
-    outputs = _expert_outputs(block)
+    outputs = 0.0 if eager else _expert_outputs(block)
 
     units = min((a.kv_heads for a in block.attention), default=0)
 
@@ -375,17 +389,18 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
             + sum(m.backward_kernels for m in block.memory_bound)
             - (joined if sums else 0)
         ),
-        saved_inside=held(False),
-        saved_outside=held(True) - outputs,
+        saved_inside=held("inside"),
+        saved_outside=held("outside") - outputs,
+        saved_whole=held("whole"),
         saved_expert_outputs=_one(outputs),
         saved_inputs_inside=_one(_inputs(block, outside=False)),
         saved_inputs_outside=_one(_inputs(block, outside=True)),
-        saved_core=held(False, core=True),
-        saved_square=held(False, core=True, square=True) + held(False, square=True),
+        saved_core=held("inside", core=True),
+        saved_square=held("inside", core=True, square=True) + held("inside", square=True),
         saved_modules_inside=_one(_of_modules(block, outside=False)),
         saved_modules_outside=_one(_of_modules(block, outside=True)),
-        saved_routed_inside=_one(_routed(block, outside=False)),
-        saved_routed_outside=_one(_routed(block, outside=True)),
+        saved_routed_inside=_one(_routed(block, views, "inside")),
+        saved_routed_outside=_one(_routed(block, views, "outside", "whole")),
         copied_units=_one(max(units, 1)),
         weights_inside=weights("inside"),
         weights_copied=weights("copied"),

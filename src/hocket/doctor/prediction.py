@@ -158,18 +158,16 @@ def predicted_matmuls(place: Place, tokens: int, shapes: list[tuple[int, int]]) 
     from hocket.cost.constants import Platform
     from hocket.cost.device import matmul_seconds
     from hocket.doctor.place import catalogue_name
-    from hocket.jobs.plan import model_shape
-    from hocket.planning.problem import Problem
+    from hocket.jobs.planner_problem import model_shape, training_problem
     from hocket.spec.errors import OptionError
 
     try:
         gpu = hardware.gpu(catalogue_name(place.name)).name
     except OptionError as error:
         raise Cannot(error.message) from None
-    problem = Problem(
-        shape=model_shape("llama-3-8b"), cluster=hardware.cluster(f"1x{gpu}"), seq_len=tokens,
-        global_batch=1,
-    )  # fmt: skip
+    problem = training_problem(
+        model_shape("llama-3-8b"), hardware.cluster(f"1x{gpu}"), seq_len=tokens, global_batch=1
+    )
     platform = Platform(problem.machine, problem.constants)
     rows = np.array([float(tokens)])
     each = [

@@ -78,11 +78,10 @@ def links(
     """
     from hocket.catalogue import hardware
     from hocket.jobs import machine, machine_plan
-    from hocket.jobs.plan import model_shape
+    from hocket.jobs.planner_problem import model_shape, training_problem
     from hocket.planning.links import axis_links, cluster_links
     from hocket.planning.plan import plan_one
     from hocket.planning.pool import pool
-    from hocket.planning.problem import Problem
 
     where = machine.named_cluster(cluster)
     one = layout if isinstance(layout, Layout) else Layout.parse(layout)
@@ -97,12 +96,12 @@ def links(
             precision=precision, layout=one,
         )  # fmt: skip
         return dataclasses.replace(_on_cores(asked, where), bridged=bridged, unbridged=unbridged)
-    problem = Problem(
-        shape=model_shape(os.fspath(model)),
-        cluster=where,
+    problem = training_problem(
+        model_shape(os.fspath(model)),
+        where,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision or "bf16",
+        precision=precision,
     )
     priced = plan_one(problem, one).best
     one = priced.layout

@@ -1,7 +1,4 @@
-"""The job behind `hocket plan`: names become shapes and clusters, the planner answers.
-
-A model of the catalogue ships with its shape, so torch is imported only for a directory's model.
-"""
+"""The job behind `hocket plan`: the planner answers, and the answer as text."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.planner_problem import model_shape, model_type_of, positions_of, training_problem
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.precision import default_grad_dtype
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from hocket.planning.forecast import LayoutForecast, Range
     from hocket.planning.goodput import Goodput
     from hocket.planning.plan import TrainingPlan
-    from hocket.spec.cluster import Gpu
-    from hocket.spec.model_shape import ModelShape
 
 
 def plan_training(
@@ -48,6 +44,7 @@ def plan_training(
     failures: float | None = None,
     repair_hours: float | None = None,
     expert_imbalance: float | None = None,
+    by_hocket: bool = True,
 ) -> TrainingPlan:
     """The best layouts of a model on a cluster, or one layout priced.
 
@@ -63,7 +60,8 @@ def plan_training(
         grad_dtype: of gradients, `fp32` or `bf16`, as `hocket train` takes it. None: fp32 (under
             fp16: fp16).
         stack: one of `planning.stacks`: its constants estimate a step, and only layouts that it can
-            run are ranked. None: Megatron-Core's constants, any layout.
+            run are ranked. None: hocket itself, with the constants of eager PyTorch and the memory
+            that its own execution takes.
         lora_rank, lora_targets, quantize_base: train adapters instead of the model, as `hocket
             train` does.
         price_list: `hyperscaler`, `specialist` or `all` quotes of the catalogue. None: all.
@@ -73,23 +71,23 @@ def plan_training(
         restart_seconds: from a failure to the next step. failures: per GPU and hour. repair_hours:
             until a failed node is back. None: the defaults of `planning.goodput`.
         expert_imbalance: tokens of the expert rank that gets most, over the mean. None: 1.5.
+        by_hocket: False: other software runs the layouts; without `stack` by Megatron-Core's
+            constants.
 
     Raises:
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
             the smallest cluster that it fits.
     """
     from hocket.catalogue.hardware import with_prices
-    from hocket.cost.adapters import of_options
     from hocket.jobs.adapters import adapter_text
     from hocket.jobs.machine import named_cluster as find_cluster
     from hocket.planning.goodput import plan_goodput
     from hocket.planning.layouts import layout_pins
     from hocket.planning.plan import best_layouts as search
     from hocket.planning.plan import plan_one
-    from hocket.planning.problem import EXPERT_IMBALANCE, STACK, Problem
+    from hocket.planning.problem import STACK
     from hocket.planning.stacks import named_stack as find_stack
     from hocket.planning.tools.emit import reject_unsupported, tool
-    from hocket.planning.tools.limits import division
 
     texts = [f"{k}={v}" for k, v in pin.items()] if isinstance(pin, Mapping) else list(pin)
     pins = layout_pins(texts)
@@ -142,18 +140,20 @@ def plan_training(
     bounds = [] if chosen is None else [chosen.limits]
     bounds += [] if emit is None else [tool(emit).limits]
     limits = tuple(bounds)
-    problem = Problem(
-        shape=of_options(model_shape(os.fspath(model)), lora_rank, lora_targets, quantize_base),
-        cluster=machines,
+    problem = training_problem(
+        model_shape(os.fspath(model)),
+        machines,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision or default_precision(machines.node.gpu),
+        precision=precision,
         grad_dtype=grad_dtype,
-        stack=STACK if stack is None else stack,
-        division=division(limits),
+        stack=stack or (None if by_hocket else STACK),
         limits=limits,
-        model_type=_model_type(os.fspath(model)),
-        expert_imbalance=EXPERT_IMBALANCE if expert_imbalance is None else expert_imbalance,
+        model_type=model_type_of(os.fspath(model)),
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        quantize_base=quantize_base,
+        expert_imbalance=expert_imbalance,
     )
     for limit in limits:
         if problem.precision not in limit.precisions:
@@ -170,7 +170,7 @@ def plan_training(
     else:
         everything = all or bool(limits)
         found = search(problem, objective=objective, top=top, pins=pins, everything=everything)
-    positions = _positions(os.fspath(model))
+    positions = positions_of(os.fspath(model))
     if positions is not None and seq_len > positions:
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
         found = dataclasses.replace(found, notes=(*found.notes, note))
@@ -200,108 +200,12 @@ def plan_training(
     return found
 
 
-def default_precision(gpu: Gpu) -> str:
-    """The first of bf16, fp16 and fp32 that a device computes matrix products in."""
-    return next((name for name in ("bf16", "fp16", "fp32") if name in gpu.flops), "bf16")
-
-
-def model_shape(model: str) -> ModelShape:
-    """The shape of a model: shipped for the catalogue's, traced for any other.
-
-    Of a model of the Hub the configuration alone is downloaded; where it is one that the catalogue
-    has, no torch is needed.
-
-    Raises:
-        ModelError: nothing of that name, with the nearest; or a configuration that does not run.
-    """
-    from hocket.catalogue import shapes
-    from hocket.models import source
-
-    name = _shipped(model)
-    if name is not None:
-        return dataclasses.replace(shapes.shape(name), name=model)
-    found = source.resolve_model(model, weights=False)
-    from hocket.models.trace import trace
-
-    return trace(found.config, name=model)
-
-
-def storage_note(model: str, *, serve: bool = False) -> str:
-    """Of a quantized checkpoint how its weights are stored, and what the plan has computed with;
-    empty of any other model."""
-    from hocket.catalogue import models
-    from hocket.models import quantization
-
-    if model in models.model_names() or not (os.path.exists(model) or "/" in model):
-        return ""
-    if _shipped(model) is not None and "quantization_config" not in _hub_config(model):
-        return ""  # the catalogue's own, which needs no torch to be known
-    text = quantization.storage_text(model)
-    if not text:
-        return ""
-    text += "; hocket reads them into its own dtype, and the plan is of that"
-    return f"{text} (of a server that keeps them as they are: --weights BYTES)" if serve else text
-
-
-def _shipped(model: str) -> str | None:
-    """The name in the catalogue of the shape that a model has, None where it has none of them."""
-    from hocket.catalogue import models, shapes
-    from hocket.models import repo_id
-
-    if model in shapes.shape_names():
-        return model
-    repo = None if os.path.exists(model) else repo_id.parse_repo(model)
-    named = (name for name in shapes.shape_names() if repo and models.entry(name).hub_id == repo.id)
-    name = next(named, None)
-    if repo is None or name is None:
-        return None
-    config = _hub_config(model)
-    same = all(config.get(key, value) == value for key, value in models.config(name).items())
-    return name if same else None
-
-
-def _hub_config(model: str) -> Mapping[str, Any]:
-    """The configuration of a model of the Hub, as it is there; of any other nothing."""
-    from hocket.models import fetched, repo_id
-    from hocket.spec.files import parse_json
-
-    repo = None if os.path.exists(model) else repo_id.parse_repo(model)
-    if repo is None:
-        return {}
-    found: Mapping[str, Any] = parse_json(
-        (fetched.fetched_directory(repo, weights=False) / "config.json").read_text()
-    )
-    return found
-
-
-def _config(model: str) -> Mapping[str, Any]:
-    """The configuration of a model. Raises ModelError."""
-    from hocket.catalogue import models
-    from hocket.models import source
-
-    name = _shipped(model)
-    if name is not None:
-        return models.config(name)
-    return source.resolve_model(model, weights=False).config
-
-
-def _model_type(model: str) -> str:
-    """`model_type` of a configuration."""
-    return str(_config(model).get("model_type", ""))
-
-
-def _positions(model: str) -> int | None:
-    """Positions that a model was made for, None where its configuration does not say."""
-    from hocket.models import repo_id
-
-    if _shipped(model) is None and not os.path.exists(model) and repo_id.parse_repo(model) is None:
-        return None  # a name of the service planner's own, or a number of bytes
-    config = _config(model)
-    keys = ("max_position_embeddings", "n_positions")
-    return next((int(config[key]) for key in keys if config.get(key)), None)
-
-
 # --- what is printed -----------------------------------------------------------------------------
+
+OWN_CONSTANTS = (
+    "Steps are estimated as those of eager PyTorch, fitted to published runs: no run of hocket on "
+    "a GPU was measured yet. Memory is that of hocket's own execution."
+)
 
 HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B tokens")
 
@@ -315,6 +219,7 @@ def plan_table(found: TrainingPlan) -> str:
 
         return machine_plan.machine_table(found)
     from hocket.planning.fit import HEADROOM
+    from hocket.planning.problem import OWN
 
     lines = [
         f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
@@ -353,6 +258,8 @@ def plan_table(found: TrainingPlan) -> str:
     ]
     if found.problem is not None:
         lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
+        if found.problem.stack == OWN:
+            lines.append(OWN_CONSTANTS)
     if not all(one.simulated for one in (*found.layouts, *found.unsupported_layouts)):
         lines.append("~: estimated by closed forms; its schedule is too long to simulate.")
     if any(one.num_similar for one in (*found.layouts, *found.unsupported_layouts)):

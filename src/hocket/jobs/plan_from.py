@@ -6,7 +6,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.plan import model_shape, plan_table, plan_training
+from hocket.jobs.plan import plan_table, plan_training
+from hocket.jobs.planner_problem import model_shape
 from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -90,7 +91,7 @@ def plan_from(
     batch = _batch(found, gpus, global_batch)
     asked: dict[str, Any] = {
         "cluster": cluster, "seq_len": length, "global_batch": batch, "stack": stack,
-        "precision": precision or found.precision,
+        "precision": precision or found.precision, "by_hocket": False,
     }  # fmt: skip
     if found.world is not None and found.world != gpus:
         raise OptionError(

@@ -21,13 +21,16 @@ EQUAL = 1e-3
 LARGEST = 64
 """Ranks up to which every order is tried: beyond, each of its groups would have to be looked at."""
 
-_PARTS = {
-    "tp": "communication inside layers",
-    "cp": "communication inside layers",
-    "ep": "communication inside layers",
+DATA_PART = "communication between data ranks"
+INSIDE_PART = "communication inside layers"
+
+AXIS_PARTS = {
+    "tp": INSIDE_PART,
+    "cp": INSIDE_PART,
+    "ep": INSIDE_PART,
     "pp": "communication between stages",
 }
-"""The part of a step that an axis's messages are in; any other axis joins data ranks."""
+"""The part of a step that an axis's collectives are in; any other axis joins data ranks."""
 
 
 def orders(layout: Layout) -> list[tuple[str, ...]]:
@@ -96,7 +99,7 @@ def moved(problem: Problem, found: LayoutForecast, order: tuple[str, ...]) -> La
     before: dict[str, float] = {}
     after: dict[str, float] = {}
     for axis, calls in calls_of(problem, layout).items():
-        part = _PARTS.get(axis, "communication between data ranks")
+        part = AXIS_PARTS.get(axis, DATA_PART)
         for into, where in ((before, layout), (after, there)):
             seconds = seconds_on(links, where, axis, calls, card=card)[0]
             into[part] = into.get(part, 0.0) + seconds

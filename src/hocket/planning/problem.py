@@ -48,6 +48,9 @@ from hocket.spec.timeline import Timeline
 STACK = "megatron-core"
 """The software whose constants stand for a runtime that fuses attention and overlaps gradients."""
 
+OWN = "hocket"
+"""The constants of hocket itself: eager PyTorch's, and memory as its own execution allocates it."""
+
 PRODUCTS = 2, 3
 """Of an embedding or a head that is frozen, and of one that is trained: forward, the gradient of
 its input, that of its matrix."""
@@ -116,7 +119,7 @@ class Problem:
 
     @functools.cached_property
     def model(self) -> Terms:
-        return terms(self.shape)
+        return terms(self.shape, eager=bool(self.constants.eager_saved))
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -238,22 +241,27 @@ class Problem:
             name = "zb-v" if key // 2 % 2 else "1f1b"
             cut = "light-ends" if key % 2 else "balanced"
             rows.append(
-                self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name, pipeline_split=cut))
+                self._rank_layers(
+                    Layout(pp=pp, virtual_stages=virtual, schedule=name, pipeline_split=cut)
+                )
             )
-        table = np.array(rows, dtype=np.float64).reshape(-1, 3)[place]
-        return RankLayers(first=table[:, 0], last=table[:, 1], most=table[:, 2])
+        table = np.array(rows, dtype=np.float64).reshape(-1, 4)[place]
+        first, last, most, early = table.T
+        return RankLayers(first=first, last=last, most=most, early=early)
 
-    def _held(self, layout: Layout) -> tuple[int, int, int]:
-        """Layers on the first, the last and the fullest pipeline rank."""
+    def _rank_layers(self, layout: Layout) -> tuple[float, float, float, float]:
+        """One row of `rank_layers`, in the order of its fields."""
         if layout not in self._known:
-            held = [0] * layout.pp
-            for layers, rank in zip(self.cut(layout), stage_ranks(layout), strict=True):
+            held, first = [0] * layout.pp, 0
+            cut = self.cut(layout)
+            for layers, rank in zip(cut, stage_ranks(layout), strict=True):
                 held[rank] += layers
-            self._known[layout] = held[0], held[-1], max(held)
+                first += rank == 0
+            self._known[layout] = held[0], held[-1], max(held), cut[0] - held[0] / first
         return self._known[layout]
 
     @functools.cached_property
-    def _known(self) -> dict[Layout, tuple[int, int, int]]:
+    def _known(self) -> dict[Layout, tuple[float, float, float, float]]:
         return {}
 
     def high_memory(self, layouts: Layouts) -> Floats:

@@ -279,7 +279,7 @@ def _models(
             (one.shape, one.claim, one.source)
             for one in models.hypotheses(model.lower(), precision=precision)
         )
-    from hocket.jobs.plan import model_shape
+    from hocket.jobs.planner_problem import model_shape
 
     try:
         return ((model_shape(model), "", ""),)
@@ -317,9 +317,9 @@ def _no_cores(why: str) -> OptionError:
 def _known_context(model: str, service: Service, longest: int | None) -> None:
     """Raises OptionError where a request is longer than the model's positions; `longest`: tokens of
     the longest request of a trace."""
-    from hocket.jobs.plan import _positions
+    from hocket.jobs.planner_problem import positions_of
 
-    positions = _positions(model)
+    positions = positions_of(model)
     if positions is not None and longest is not None and longest > positions:
         raise OptionError(
             f"the longest request of the trace has {longest:,} tokens; {model} is made for "

@@ -1,0 +1,161 @@
+"""What the planner is asked: a name becomes a shape, and with a cluster and a batch a Problem.
+
+A model of the catalogue ships with its shape, so torch is imported only for a directory's model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hocket.planning.problem import Problem
+    from hocket.planning.tools.limits import ToolLimits
+    from hocket.spec.cluster import Cluster, Gpu
+    from hocket.spec.model_shape import ModelShape
+
+
+def training_problem(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    precision: str | None = None,
+    grad_dtype: str | None = None,
+    stack: str | None = None,
+    limits: tuple[ToolLimits, ...] = (),
+    model_type: str = "",
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
+    quantize_base: str | None = None,
+    expert_imbalance: float | None = None,
+) -> Problem:
+    """What the planner is asked of one model, cluster and batch on GPUs.
+
+    Args: as `plan_training`; `limits`: software that must be able to run every layout. Without
+        stack and limits it is hocket itself that runs them.
+
+    Raises:
+        OptionError: a precision that the GPU lacks, or adapters that the model cannot have.
+    """
+    from hocket.cost.adapters import of_options
+    from hocket.planning.problem import EXPERT_IMBALANCE, OWN, STACK, Problem
+    from hocket.planning.tools.limits import division
+
+    return Problem(
+        shape=of_options(shape, lora_rank, lora_targets, quantize_base),
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision or default_precision(cluster.node.gpu),
+        grad_dtype=grad_dtype,
+        stack=stack or (STACK if limits else OWN),
+        division=division(limits),
+        limits=limits,
+        model_type=model_type,
+        expert_imbalance=EXPERT_IMBALANCE if expert_imbalance is None else expert_imbalance,
+    )
+
+
+def default_precision(gpu: Gpu) -> str:
+    """The first of bf16, fp16 and fp32 that a device computes matrix products in."""
+    return next((name for name in ("bf16", "fp16", "fp32") if name in gpu.flops), "bf16")
+
+
+def model_shape(model: str) -> ModelShape:
+    """The shape of a model: shipped for the catalogue's, traced for any other.
+
+    Of a model of the Hub the configuration alone is downloaded; where it is one that the catalogue
+    has, no torch is needed.
+
+    Raises:
+        ModelError: nothing of that name, with the nearest; or a configuration that does not run.
+    """
+    from hocket.catalogue import shapes
+    from hocket.models import source
+
+    name = _shipped(model)
+    if name is not None:
+        return dataclasses.replace(shapes.shape(name), name=model)
+    found = source.resolve_model(model, weights=False)
+    from hocket.models.trace import trace
+
+    return trace(found.config, name=model)
+
+
+def storage_note(model: str, *, serve: bool = False) -> str:
+    """Of a quantized checkpoint how its weights are stored, and what the plan has computed with;
+    empty of any other model."""
+    from hocket.catalogue import models
+    from hocket.models import quantization
+
+    if model in models.model_names() or not (os.path.exists(model) or "/" in model):
+        return ""
+    if _shipped(model) is not None and "quantization_config" not in _hub_config(model):
+        return ""  # the catalogue's own, which needs no torch to be known
+    text = quantization.storage_text(model)
+    if not text:
+        return ""
+    text += "; hocket reads them into its own dtype, and the plan is of that"
+    return f"{text} (of a server that keeps them as they are: --weights BYTES)" if serve else text
+
+
+def _shipped(model: str) -> str | None:
+    """The name in the catalogue of the shape that a model has, None where it has none of them."""
+    from hocket.catalogue import models, shapes
+    from hocket.models import repo_id
+
+    if model in shapes.shape_names():
+        return model
+    repo = None if os.path.exists(model) else repo_id.parse_repo(model)
+    named = (name for name in shapes.shape_names() if repo and models.entry(name).hub_id == repo.id)
+    name = next(named, None)
+    if repo is None or name is None:
+        return None
+    config = _hub_config(model)
+    same = all(config.get(key, value) == value for key, value in models.config(name).items())
+    return name if same else None
+
+
+def _hub_config(model: str) -> Mapping[str, Any]:
+    """The configuration of a model of the Hub, as it is there; of any other nothing."""
+    from hocket.models import fetched, repo_id
+    from hocket.spec.files import parse_json
+
+    repo = None if os.path.exists(model) else repo_id.parse_repo(model)
+    if repo is None:
+        return {}
+    found: Mapping[str, Any] = parse_json(
+        (fetched.fetched_directory(repo, weights=False) / "config.json").read_text()
+    )
+    return found
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    """The configuration of a model. Raises ModelError."""
+    from hocket.catalogue import models
+    from hocket.models import source
+
+    name = _shipped(model)
+    if name is not None:
+        return models.config(name)
+    return source.resolve_model(model, weights=False).config
+
+
+def model_type_of(model: str) -> str:
+    """`model_type` of a configuration."""
+    return str(_config(model).get("model_type", ""))
+
+
+def positions_of(model: str) -> int | None:
+    """Positions that a model was made for, None where its configuration does not say."""
+    from hocket.models import repo_id
+
+    if _shipped(model) is None and not os.path.exists(model) and repo_id.parse_repo(model) is None:
+        return None  # a name of the service planner's own, or a number of bytes
+    config = _config(model)
+    keys = ("max_position_embeddings", "n_positions")
+    return next((int(config[key]) for key in keys if config.get(key)), None)
