@@ -22,6 +22,7 @@ from typing import Any
 from hocket.catalogue import hardware, shapes
 from hocket.planning import machine_choice, machine_forecast, machine_serving
 from hocket.planning.links import axis_links
+from hocket.planning.measured_servers import MeasuredServers
 from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
 from hocket.planning.service.forecast import ServiceForecast
@@ -153,7 +154,7 @@ def probed() -> dict[str, Any]:
             found[f"serve {model} {text}"] = _answer(
                 lambda text=text, shape=shape: json.loads(
                     machine_serving.server_forecast(
-                        shape, Layout.parse(text), machine, sizes
+                        MeasuredServers(shape, machine), Layout.parse(text), sizes
                     ).to_json()
                 )
             )
@@ -220,7 +221,7 @@ def _chosen_here() -> dict[str, Any]:
                 f"{place} {one.layout}": [one.tokens_per_second, one.ttft, one.tpot]
                 for place, one in enumerate(
                     machine_serving.choose_server(
-                        shape, small, sizes, machine_choice.meshes(shape, 4)
+                        MeasuredServers(shape, small), sizes, machine_choice.meshes(shape, 4)
                     ).alternatives
                 )
             }

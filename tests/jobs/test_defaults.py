@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import defaults, dry_run, forecast_policy, precision, prepare, rehearsal_fit
+from hocket.jobs import defaults, dry_run, precision
 from hocket.jobs.request import request
-from hocket.jobs.validate import MICROBATCH_TOKENS, resolved_microbatches, validate_layout
+from hocket.jobs.validate import MICROBATCH_TOKENS, resolved_microbatches
 from hocket.models.source import ModelSource, resolve_model
 from hocket.probing import devices
-from hocket.spec.capabilities import runs
 from hocket.spec.errors import OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -221,31 +220,6 @@ def test_several_gpus_and_no_layout_ask_for_one(monkeypatch: pytest.MonkeyPatch)
     assert not auto(device="cuda", tp=2)
     monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
     assert not auto(device="cuda")
-
-
-@pytest.mark.parametrize("gpu", ["H100-SXM-80", None])
-def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
-    gpu: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine is never measured unasked; the catalogue is enough to choose by."""
-    monkeypatch.setattr(rehearsal_fit, "gpu_here", lambda: gpu)
-    asked = request({"model": "llama-3-8b", "seq_len": 4096, "global_batch": 64, "dtype": "bf16"})
-    found = resolve_model("llama-3-8b")
-    job = prepare.PreparedJob(
-        request=asked,
-        source=found,
-        layout=Layout(),
-        schedule=prepare.scheduled(Layout(microbatches=1)),
-    )
-
-    def legal(layout: Layout) -> Layout:
-        return validate_layout(found.dimensions, layout, asked.workload)
-
-    layout = forecast_policy.by_catalogue(job, 8, legal)
-    assert layout.world_size == 8
-    assert runs(layout)
-    assert layout == legal(layout)
-    assert gpu is not None or layout.axes_text() == "dp8"
 
 
 @pytest.mark.parametrize(

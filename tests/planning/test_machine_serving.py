@@ -15,10 +15,11 @@ from hocket.cost.measured_serving import (
     MeasuredReplica,
     MeasuredServing,
 )
-from hocket.planning import machine_choice
+from hocket.planning import machine_choice, measured_servers
 from hocket.planning import machine_serving as planning
 from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.planning.machine_serving import EngineSizes, MeasuredSteps
+from hocket.planning.measured_servers import MeasuredServers
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.measured import (
@@ -333,7 +334,7 @@ def test_experts_are_counted_on_the_ranks_that_hold_them() -> None:
         assert layout.world_size == ranks
         replica = MeasuredReplica(shape=given, layout=layout)
         assert replica.weight_bytes(0) == 4 * (layers + ends), text
-        rows, _ = planning.capacity(replica, machine(), SIZES, ranks)
+        rows, _ = measured_servers.capacity(replica, machine(), SIZES, ranks)
         assert [row["weights"] for row in rows] == [replica.weight_bytes(0)] * ranks
     # Counts, tokens there and tokens back in each layer; with even routing as many rows as before.
     slow, quick = (machine(latency=latency).measured for latency in (0.01, 1e-4))
@@ -408,18 +409,18 @@ def test_arrays_broadcast_and_an_empty_step_costs_nothing() -> None:
 
 def test_capacity() -> None:
     replica = MeasuredReplica(shape=shape(), layout=Layout(tp=2))
-    rows, tokens = planning.capacity(replica, machine(), SIZES, 2)
+    rows, tokens = measured_servers.capacity(replica, machine(), SIZES, 2)
     assert tokens == 2 * 16 * 128  # as much as is of use
     assert len(rows) == 2
     assert rows[0]["total"] == sum(rows[0][k] for k in ("weights", "step", "cache"))
     asked = dataclasses.replace(SIZES, cache=replica.cache_bytes(0) * 100)
-    assert planning.capacity(replica, machine(), asked, 2)[1] == 96  # whole blocks
+    assert measured_servers.capacity(replica, machine(), asked, 2)[1] == 96  # whole blocks
     little = machine(memory=2 * (replica.weight_bytes(0) + replica.step_bytes(0, 64, 16)) + 64)
-    assert planning.capacity(replica, little, SIZES, 2)[1] == 0
+    assert measured_servers.capacity(replica, little, SIZES, 2)[1] == 0
 
 
 def test_a_forecast_holds_together() -> None:
-    found = planning.server_forecast(shape(), Layout(dp=2), machine(), SIZES)
+    found = planning.server_forecast(MeasuredServers(shape(), machine()), Layout(dp=2), SIZES)
     assert ServingForecast.from_json(found.to_json()) == found
     rates = [load.rate for load in found.loads]
     assert rates == sorted(rates)
@@ -455,7 +456,7 @@ def test_goals_need_more_replicas() -> None:
 def test_the_choice_is_the_best_that_fits() -> None:
     layouts = machine_choice.meshes(shape(), 2)
     assert {one.axes_text() for one in layouts} == {"dp1", "dp2", "tp2", "pp2"}
-    found = planning.choose_server(shape(), machine(), SIZES, layouts)
+    found = planning.choose_server(MeasuredServers(shape(), machine()), SIZES, layouts)
     assert found.layout == "dp2", "replicas say nothing to each other"
     assert [one.chosen for one in found.alternatives] == [True, False, False, False]
     best = max(found.alternatives, key=lambda one: one.tokens_per_second)
@@ -465,10 +466,12 @@ def test_the_choice_is_the_best_that_fits() -> None:
     need = whole.weight_bytes(0) + whole.step_bytes(0, 64, 16)
     tight = machine(memory=round(1.6 * need))
     small = dataclasses.replace(SIZES, tokens=0, cache=128 * whole.cache_bytes(0))
-    found = planning.choose_server(shape(), tight, dataclasses.replace(small, cache=0), layouts)
+    found = planning.choose_server(
+        MeasuredServers(shape(), tight), dataclasses.replace(small, cache=0), layouts
+    )
     assert found.layout != "dp2"
     with pytest.raises(OptionError, match="fits in no layout"):
-        planning.choose_server(shape(), machine(memory=1000), SIZES, layouts)
+        planning.choose_server(MeasuredServers(shape(), machine(memory=1000)), SIZES, layouts)
 
 
 def test_measured_steps_are_prices_too() -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from hocket.cost.measured_prices import StepProblem, resident_bytes
 from hocket.cost.replayed_step import peak_bytes
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.run import RunSpec, bucket_mb
+from hocket.spec.schedule import Schedule
 
 
 def memory_rows(job: StepProblem, *, cuda: bool = False) -> list[dict[str, int]]:
@@ -26,6 +29,23 @@ def memory_rows(job: StepProblem, *, cuda: bool = False) -> list[dict[str, int]]
             row |= dict.fromkeys(_offloaded(job), 0)
         found[index] = {**row, "total": sum(row.values())}
     return [dict(found[job.layout.coordinate(rank)["pp"]]) for rank in range(job.layout.world_size)]
+
+
+def gpu_step(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> StepProblem:
+    """One step of a training job on GPUs."""
+    return StepProblem(
+        shape=shape,
+        layout=spec.layout,
+        workload=spec.workload,
+        schedule=schedule,
+        bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.data_degree),
+        clip=spec.options.max_grad_norm > 0,
+    )
+
+
+def gpu_memory_rows(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dict[str, int]]:
+    """`memory_rows` of a training job on GPUs."""
+    return memory_rows(gpu_step(shape, spec, schedule), cuda=True)
 
 
 def _offloaded(job: StepProblem) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hocket.jobs import forecast_policy, links, memory
+from hocket.jobs.precision import on_cuda
 from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
 from hocket.jobs.validate import validate_layout
@@ -34,9 +35,9 @@ from hocket.spec.layout import Layout, divisors
 from hocket.spec.timeline import Event, Timeline
 
 if TYPE_CHECKING:
+    from hocket.jobs.forecast import Machine
     from hocket.launch import Launcher
     from hocket.models.source import ModelSource
-    from hocket.spec.measured import MachineMeasurements
     from hocket.spec.run import RunSpec
     from hocket.spec.schedule import Schedule
 
@@ -239,8 +240,8 @@ class Bench:
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
         self.say: Callable[[str], None] = on_strategy or (lambda text: None)
         self._reference: str | None = None
-        self._measured: MachineMeasurements | None = None
-        forecast_policy.reject_cluster(request.cluster)
+        self._target: Machine | None = None
+        forecast_policy.reject_cluster(request.cluster, options)
         links.checked_links(options, Layout(tp=asked.devices))
         memory.reject_memory_limit(options)
 
@@ -256,20 +257,22 @@ class Bench:
             self.launcher: Launcher = stack.enter_context(launcher)
             self._open = stack.pop_all()
         try:
-            self._measured = self._machine()
+            self._target = self._machine()
             self._feel(self.asked.devices)
         except BaseException:
             self._open.close()
             raise
         return self
 
-    def _machine(self) -> MachineMeasurements | None:
-        """What was measured of this machine, now if need be; None where nothing is foretold."""
-        from hocket.jobs import machine
+    def _machine(self) -> Machine | None:
+        """What strategies are predicted for, CPU cores measured now if need be; None: nothing."""
+        from hocket.jobs import gpu_run, machine
 
         wanted, device = self.request.cluster, self.request.options.device
         if wanted == forecast_policy.NONE:
             return None
+        if on_cuda(self.request.options):
+            return gpu_run.gpu_cluster(wanted)
         if wanted == forecast_policy.AUTO and machine.kept(device) is None:
             self.say(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
         return machine.named_cluster(wanted, device=device).measured
@@ -359,10 +362,10 @@ class Bench:
         """What the strategy is expected to come to; empty where that cannot be told."""
         from hocket.jobs import forecast
 
-        if self._measured is None or spec.layout.data_parallel == "threads":
+        if self._target is None or spec.layout.data_parallel == "threads":
             return {}
         found, timeline = forecast.predicted_run(
-            spec, self._measured, launcher=self.launcher, schedule=schedule
+            spec, self._target, launcher=self.launcher, schedule=schedule
         )
         if not found.known:
             return {}

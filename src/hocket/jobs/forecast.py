@@ -1,10 +1,11 @@
 """The forecast of a training job on this machine, written into its run folder.
 
-    RunSpec -> ModelShape (traced once for each architecture and kept) x Measured (hocket probe)
+    CPU cores   ModelShape (traced once for each architecture) x what `hocket probe` measured
+    GPUs        the planner (`jobs.gpu_run`): the probed GPUs, or those of the catalogue
         -> forecast.json, timeline.predicted.json
 
-Where the machine was measured before, the prediction exists before the first step. Elsewhere the
-run starts without one. No failure to predict fails a run: forecast.json gives the reason.
+The prediction exists before the first step, on CPU where the machine was measured before. No
+failure to predict fails a run: forecast.json gives the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import gpu_run
+from hocket.jobs.precision import on_cuda
 from hocket.spec.capabilities import PRECISIONS
+from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
 
 Told = tuple[Forecast, Timeline | None]
 
+Machine = MachineMeasurements | Cluster
+"""What a run is predicted for: CPU cores that were measured, or GPUs."""
+
 
 def forecast_run(
     spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None
@@ -41,54 +48,87 @@ def forecast_run(
 
     Args:
         spec: of the run, its layout with microbatches.
-        cluster: `auto` (this machine, as measured before) or the file that `hocket probe` wrote.
+        cluster: `auto` (this machine) or the file that `hocket probe` wrote; on GPUs any cluster.
         launcher: whose ranks may trace a model; None: one is started if the trace is not kept.
     """
-    return predicted_run(spec, measurements(cluster), launcher=launcher)[0]
+    return predicted_run(spec, run_target(spec, cluster), launcher=launcher)[0]
+
+
+def run_target(spec: RunSpec, cluster: str = "auto") -> Machine | None:
+    """What a run is predicted for; None: nothing is known of this machine.
+
+    Raises:
+        OptionError: a cluster that cannot be read, or holds no measurements for a run on CPU.
+    """
+    if on_cuda(spec.options):
+        return gpu_run.gpu_cluster(cluster, spec.layout.world_size)
+    return measurements(cluster, "cpu")
 
 
 def predicted_run(
     spec: RunSpec,
-    measured: MachineMeasurements | None,
+    target: Machine | None,
     *,
     launcher: Launcher | None = None,
     schedule: Schedule | None = None,
-    weighed: int = 0,
+    considered: int = 0,
 ) -> Told:
-    """The forecast and the predicted Timeline of one step. Never raises for what cannot be told.
+    """The forecast and the predicted Timeline of one step; never raises for a run that cannot be
+    predicted.
 
-    `weighed`: how many layouts, of as many ranks or cores at most, are set beside it.
+    Args:
+        target: as of `run_target`.
+        schedule: what will run; None: the layout's.
+        considered: how many other layouts are shown with it, of as many ranks or cores at most.
     """
+    layout = str(spec.layout)
+    if target is None:
+        return Forecast.none(layout, UNKNOWN_GPU if on_cuda(spec.options) else UNMEASURED), None
+    try:
+        if isinstance(target, Cluster):
+            return gpu_run.predicted_gpu_run(
+                spec, target, launcher=launcher, schedule=schedule, considered=considered
+            )
+        return _on_cores(spec, target, launcher, schedule, considered)
+    except HocketError as error:
+        return Forecast.none(layout, error.message), None
+
+
+UNMEASURED = "this machine has not been measured: hocket probe"
+UNKNOWN_GPU = "the catalogue does not have this machine's GPU: hocket probe"
+
+
+def _on_cores(
+    spec: RunSpec,
+    measured: MachineMeasurements,
+    launcher: Launcher | None,
+    schedule: Schedule | None,
+    considered: int,
+) -> Told:
     from hocket.planning.machine_choice import (
         candidate_layouts,
         evaluate_layouts,
         with_considered_layouts,
     )
-    from hocket.planning.machine_forecast import machine_forecast as foretell
+    from hocket.planning.machine_forecast import machine_forecast
 
-    layout = str(spec.layout)
-    if measured is None:
-        return Forecast.none(layout, "this machine has not been measured: hocket probe"), None
     missing = unpriced(spec, spec.layout)
     if missing:
-        return Forecast.none(layout, f"{missing} was not measured here"), None
-    try:
-        machine = run_machine(spec, measured)
-        shape = run_shape(spec, launcher)
-        bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
-        found, timeline = foretell(
-            shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
+        return Forecast.none(str(spec.layout), f"{missing} was not measured here"), None
+    machine = run_machine(spec, measured)
+    shape = run_shape(spec, launcher)
+    bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
+    found, timeline = machine_forecast(
+        shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
+    )
+    if considered:
+        most = max(spec.layout.world_size, measured.host.cores)
+        others = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec))
+        rows = evaluate_layouts(
+            shape, spec.workload, machine, others, bucket_mb=bucket_mb, shown=considered
         )
-        if weighed:
-            most = max(spec.layout.world_size, measured.host.cores)
-            others = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec))
-            rows = evaluate_layouts(
-                shape, spec.workload, machine, others, bucket_mb=bucket_mb, shown=weighed
-            )
-            found = with_considered_layouts(found, (one for one, _ in rows), weighed)
-        return found, timeline
-    except HocketError as error:
-        return Forecast.none(layout, error.message), None
+        found = with_considered_layouts(found, (one for one, _ in rows), considered)
+    return found, timeline
 
 
 def unpriced(spec: RunSpec, layout: Layout) -> str:
@@ -138,19 +178,17 @@ def measurements(cluster: str = "auto", device: str = "auto") -> MachineMeasurem
 
 
 def run_machine(spec: RunSpec, measured: MachineMeasurements) -> MeasuredMachine:
-    """The machine as a run uses it.
+    """The machine's cores as a run uses them.
 
     Raises:
-        OptionError: it was measured on another kind of device.
+        OptionError: its GPUs were measured, and not its cores.
     """
     from hocket.cost.measured_speed import at_speed
-    from hocket.launch.launcher import cuda_shows
     from hocket.planning.machine_forecast import MeasuredMachine
 
     options = spec.options
-    device = options.device if options.device != "auto" else ("cuda" if cuda_shows() else "cpu")
-    if measured.device != device:
-        raise OptionError(f"the machine was measured on {measured.device}, the run is on {device}")
+    if measured.device != "cpu":
+        raise OptionError(f"the machine was measured on {measured.device}, the run is on cpu")
     capacity = 0 if options.memory_per_rank is None else int(parse_bytes(options.memory_per_rank))
     return MeasuredMachine(
         measured=at_speed(measured),
@@ -162,11 +200,9 @@ def run_machine(spec: RunSpec, measured: MachineMeasurements) -> MeasuredMachine
 
 
 def backend_of(asked: str, measured: MachineMeasurements) -> str:
-    """The backend that `auto` comes to: NCCL on CUDA, shared memory where it was measured."""
+    """The backend that `auto` comes to on CPU: shared memory where it was measured."""
     if asked != "auto":
         return asked
-    if measured.device == "cuda":
-        return "nccl"
     known = {curve.backend for curve in measured.curves}
     return "shm" if "shm" in known or not known else sorted(known)[0]
 
@@ -263,8 +299,6 @@ def weighed(
 
     measured = machine.measured
     most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
-    if measured.device == "cuda":
-        most = max(1, len(measured.devices))
     among = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec, given))
 
     def allowed(layouts: list[Layout]) -> list[Layout]:

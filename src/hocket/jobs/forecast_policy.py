@@ -1,12 +1,13 @@
 """When a run is foretold, and what is said of it.
 
-    --layout auto     the machine is measured if it was not (once, some seconds), a layout is
-                      chosen, and why is said; then the run starts
-    --layout given    measured before: predicted before the first step, which takes milliseconds
-                      not measured: the run starts without a prediction, and names the command
-    --cluster none    nothing is foretold
+    --layout auto     on CPU cores the machine is measured if it was not (once, some seconds); a
+                      layout is chosen, the reasons are printed, and the run starts
+    --layout given    predicted before the first step, which takes milliseconds; on CPU cores that
+                      were not measured, the run starts without, and names the command
+    --cluster none    nothing is predicted
 
-A run of another launcher's ranks is foretold where its machine was measured before.
+On GPUs the planner predicts, whether or not they were probed (`jobs.gpu_run`). A run of another
+launcher's ranks is predicted likewise, on CPU cores where they were measured before.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import elastic, forecast, links, prepare
+from hocket.jobs import elastic, forecast, gpu_run, links, prepare
 from hocket.jobs.precision import on_cuda
 from hocket.jobs.validate import validate_layout
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
-from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,28 +35,27 @@ NONE, AUTO = "none", "auto"
 WEIGHED = 8
 """Layouts that are set beside one that was given."""
 
-PROPOSED = 50
-"""Layouts of the planner among which the first that this run can have is taken."""
-
 UNMEASURED = "this machine was not measured before the run: hocket probe"
 
 LONGEST = 20.0
 """Seconds that the quick probe takes at most on two cores."""
 
 
-def reject_cluster(cluster: str) -> None:
-    """Refuse a cluster that cannot be what a run is foretold for.
+def reject_cluster(cluster: str, options: TrainOptions) -> None:
+    """Reject a cluster that a run with these options cannot be predicted for.
 
     Raises:
-        OptionError: no such file or name, nonsense in it, no measurements, or those of devices
-            that are not on this machine.
+        OptionError: no such file or name, nonsense in it, measurements of devices that are not on
+            this machine, or for a run on CPU none at all.
     """
     if cluster in (NONE, AUTO):
         return
     from hocket.jobs import machine
 
     found = machine.named_cluster(cluster)
-    if found.measured is None:
+    if on_cuda(options):
+        gpu_run.require_gpus(found, cluster)
+    elif found.measured is None:
         raise OptionError(
             f"cluster {cluster} contains no measurements: a run on this machine is predicted from "
             "what was measured here",
@@ -77,7 +77,6 @@ def auto_layout(
         HocketError: the machine cannot be measured, the model cannot be traced, or nothing fits.
     """
     from hocket.jobs import machine
-    from hocket.probing.devices import visible_gpus
 
     request = job.request
 
@@ -92,16 +91,15 @@ def auto_layout(
         size = request.workload.global_batch // found.dp // (found.microbatches or 1)
         return found if request.micro_batch_size in (None, size) else None
 
+    spec = prepare.job_spec(job.source, request, request.layout, config, "train")
+    if on_cuda(request.options):
+        return _on_gpus(job, spec, record, legal, launcher)
     unmeasured = request.cluster in (NONE, AUTO) and machine.kept(request.options.device) is None
-    if unmeasured and request.ranks is not None and not on_cuda(request.options):
+    if unmeasured and request.ranks is not None:
         layout = elastic.unmeasured_layout(job, request.ranks)
         record.note(
             f"layout {layout}, for {request.ranks} ranks; hocket probe measures this machine"
         )
-        return (Forecast.none(str(layout), UNMEASURED), None), prepare.job_in_layout(job, layout)
-    if "layout" not in request.given and unmeasured:
-        layout = by_catalogue(job, request.ranks or visible_gpus(), legal)
-        record.note(f"layout {layout}, by the catalogue's figures of its GPUs; --layout chooses")
         return (Forecast.none(str(layout), UNMEASURED), None), prepare.job_in_layout(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
@@ -112,7 +110,6 @@ def auto_layout(
         cluster, device=request.options.device, on_event=lambda event: _phase(record, event)
     )
     assert found.measured is not None  # `reject_cluster`
-    spec = prepare.job_spec(job.source, request, request.layout, config, "train")
     if request.options.emulate_links is not None and launcher is not None:
         # As many ranks as are weighed at most: how slow they are decides how slow the links are.
         most = max(curve.world for curve in found.measured.curves)
@@ -130,43 +127,40 @@ def auto_layout(
     return told, prepare.job_in_layout(job, Layout.parse(told[0].layout))
 
 
-def by_catalogue(
-    job: prepare.PreparedJob, num_gpus: int, legal: Callable[[Layout], Layout | None]
-) -> Layout:
-    """The best layout of all GPUs of this machine by the planner's constants, which needs no
-    measurement; data parallel under ZeRO-1 where the catalogue does not have the GPU.
+def _on_gpus(
+    job: prepare.PreparedJob,
+    spec: RunSpec,
+    record: JobRecorder,
+    legal: Callable[[Layout], Layout | None],
+    launcher: Launcher | None,
+) -> tuple[forecast.Told, prepare.PreparedJob]:
+    """The planner's layout for the GPUs of this run; data parallel under ZeRO-1 where nothing is
+    known of them.
 
     Raises:
-        LayoutError: nothing fits, or neither divides the batch.
+        HocketError: nothing fits, the GPU has no such precision, or they do not divide the batch.
     """
-    from hocket.jobs.plan import plan_training
-    from hocket.jobs.rehearsal_fit import gpu_here
+    from hocket.probing.devices import visible_gpus
 
-    request, gpu = job.request, gpu_here()
-    workload, options = request.workload, request.options
-    pins = {
-        name: getattr(request.layout, name)
-        for name in sorted(request.given & {"schedule", "microbatches"})
-    }
-    if gpu is not None and workload.dtype != "fp32":
-        found = plan_training(
-            request.model,
-            cluster=f"{num_gpus}x{gpu}",
-            seq_len=workload.seq_len,
-            global_batch=workload.global_batch,
-            precision=workload.dtype,
-            pin=pins,
-            top=PROPOSED,
-            lora_rank=options.lora_rank,
-            lora_targets=options.lora_targets,
-            quantize_base=options.quantize_base,
-        )
-        for one in found.layouts:
-            layout = legal(one.layout) if one.fits else None
-            if layout is not None:
-                return layout
-    plain = Layout(dp=num_gpus, zero=1, microbatches=request.layout.microbatches)
-    return validate_layout(job.source.dimensions, plain, workload)
+    request = job.request
+    cluster = AUTO if request.cluster == NONE else request.cluster
+    gpus = gpu_run.gpu_cluster(cluster, request.ranks)
+    if gpus is None:
+        count = request.ranks or visible_gpus()
+        plain = Layout(dp=count, zero=1, microbatches=request.layout.microbatches)
+        layout = validate_layout(job.source.dimensions, plain, request.workload)
+        record.note(f"layout {layout}: {forecast.UNKNOWN_GPU}; --layout chooses")
+        found: forecast.Told = (Forecast.none(str(layout), forecast.UNKNOWN_GPU), None)
+        return found, prepare.job_in_layout(job, layout)
+    record.phase("choosing a layout")
+    found = gpu_run.best_gpu_layout(
+        spec, gpus, request.given,
+        micro_batch_size=request.micro_batch_size, legal=legal, launcher=launcher,
+        considered=WEIGHED,
+    )  # fmt: skip
+    for line in forecast_reasons(found[0]):
+        record.note(line)
+    return found, prepare.job_in_layout(job, Layout.parse(found[0].layout))
 
 
 def before(
@@ -184,15 +178,15 @@ def before(
     told = forecast.read_forecast(folder)
     if told is not None and told[0].known and told[0].layout == str(spec.layout):
         return  # by whoever chose the layout, or an earlier start
-    measured = forecast.measurements(cluster, spec.options.device)
-    if measured is None:
+    target = forecast.run_target(spec, cluster)
+    if target is None and not on_cuda(spec.options):
         _untold(folder, spec, UNMEASURED)
         record.note(
             "no prediction: this machine has not been measured; hocket probe --quick does it in "
             f"up to {LONGEST:.0f} s"
         )
         return
-    told = forecast.predicted_run(spec, measured, launcher=launcher, weighed=WEIGHED)
+    told = forecast.predicted_run(spec, target, launcher=launcher, considered=WEIGHED)
     forecast.write_forecast(folder, told)
     if told[0].known:
         record.note("predicted: " + forecast_line(told[0]))
@@ -230,7 +224,10 @@ def forecast_reasons(found: Forecast) -> list[str]:
 
 def forecast_line(found: Forecast) -> str:
     """Step time, rate, peak memory and idle share as one line."""
-    text = f"{format_seconds(found.step_seconds)}/step, {found.tokens_per_second:,.0f} tokens/s, "
+    text = f"{format_seconds(found.step_seconds)}/step"
+    if found.step_range:
+        text += " (80% within {} to {})".format(*map(format_seconds, found.step_range))
+    text += f", {found.tokens_per_second:,.0f} tokens/s, "
     text += f"{format_bytes(max(found.peak_bytes))} on the peak rank"
     return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")
 

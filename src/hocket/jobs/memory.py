@@ -177,9 +177,9 @@ def predicted(launcher: Launcher, spec: RunSpec, schedule: str) -> Fit | None:
 
 def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> Fit | None:
     """By the planner's model of memory: nothing is executed."""
+    from hocket.cost.measured_memory import gpu_memory_rows
     from hocket.jobs.forecast import run_shape
     from hocket.jobs.rehearsal_fit import alternatives
-    from hocket.ranks.rehearsal_expected import gpu_memory
     from hocket.schedules.registry import build_schedule
     from hocket.spec.schedule import Schedule
 
@@ -187,14 +187,14 @@ def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> 
         shape = run_shape(spec, launcher)
     except HocketError:
         return None
-    fit = Fit(ranks=gpu_memory(shape, spec, Schedule.parse(schedule)), may=may)
+    fit = Fit(ranks=gpu_memory_rows(shape, spec, Schedule.parse(schedule)), may=may)
     if fit.ok:
         return fit
     tried = []
     for layout in [*microbatched(spec), *alternatives(spec)]:
         other = dataclasses.replace(spec, layout=layout)
         with contextlib.suppress(HocketError):
-            rows = gpu_memory(shape, other, build_schedule(layout, layout.microbatches or 1))
+            rows = gpu_memory_rows(shape, other, build_schedule(layout, layout.microbatches or 1))
             tried.append((layout, max(row["total"] for row in rows)))
         if sum(need <= may.bytes for _, need in tried) == PROPOSED:
             break
@@ -204,16 +204,16 @@ def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> 
 def accumulated(spec: RunSpec, capacity: int) -> Layout:
     """The layout with as few microbatches, but at least its own, as are predicted to fit a GPU of
     `capacity` bytes; as it is where none of them does, or the model cannot be traced."""
+    from hocket.cost.measured_memory import gpu_memory_rows
     from hocket.jobs.forecast import run_shape
     from hocket.planning.fit import HEADROOM
-    from hocket.ranks.rehearsal_expected import gpu_memory
     from hocket.schedules.registry import build_schedule
 
     with contextlib.suppress(HocketError):
         shape = run_shape(spec)
         for layout in [spec.layout, *microbatched(spec)]:
             other = dataclasses.replace(spec, layout=layout)
-            rows = gpu_memory(shape, other, build_schedule(layout, layout.microbatches or 1))
+            rows = gpu_memory_rows(shape, other, build_schedule(layout, layout.microbatches or 1))
             if max(row["total"] for row in rows) <= capacity * (1 - HEADROOM):
                 return layout
     return spec.layout

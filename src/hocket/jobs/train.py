@@ -82,7 +82,7 @@ def train_model(
     request = resume.continued(request)
     if request.again and (rows := resume.finished(request)):
         return _finished(request, rows, record)
-    forecast_policy.reject_cluster(request.cluster)
+    forecast_policy.reject_cluster(request.cluster, request.options)
     if request.options.resume:
         with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
             found = resume.resume_job(request)

@@ -1,4 +1,4 @@
-"""The forecast of a training job on a machine that was measured.
+"""The forecast of a training job on CPU cores that were measured.
 
 ModelShape x Measured x Layout x batch -> StepPrices -> the very Schedule, played on the
 machine's cores -> Timeline, step time, memory
@@ -13,7 +13,7 @@ from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem, step_prices
 from hocket.cost.measured_rates import Rates
 from hocket.schedules.registry import build_schedule
-from hocket.simulation.processors import Cores, Slowdown, alone
+from hocket.simulation.processors import Cores, Slowdown
 from hocket.simulation.step import exposed, play_step
 from hocket.spec.collectives import total
 from hocket.spec.errors import LayoutError
@@ -45,18 +45,12 @@ class MeasuredMachine:
 
     def room(self, ranks: int) -> int:
         """Bytes that each of so many ranks may hold; 0 if unknown."""
-        if self.capacity:
-            return self.capacity
-        if self.measured.device == "cpu":
-            return self.measured.host.memory // ranks
-        return min((device.memory for device in self.measured.devices), default=0)
+        return self.capacity or self.measured.host.memory // ranks
 
     @property
     def slowdown(self) -> Slowdown:
         """What n ranks at work cost each other, as a step's work was measured to; where it was not,
         products and memory traffic, by halves."""
-        if self.measured.device != "cpu":
-            return alone
         points = tuple(
             (s.ranks, s.step or (s.product * s.stream) ** 0.5)
             for s in self.measured.sharing
@@ -67,7 +61,7 @@ class MeasuredMachine:
     def unlike(self, ranks: int) -> float:
         """How far apart equal ranks are, as was measured of so many or the nearest number."""
         known = [s for s in self.measured.sharing if s.ranks > 1]
-        if self.measured.device != "cpu" or not known:
+        if not known:
             return 0.0
         return min(known, key=lambda s: abs(s.ranks - ranks)).unlike
 

@@ -1,7 +1,9 @@
-"""The forecast of a server on a machine that was measured, and the choice of its layout.
+"""The forecast of a server on this machine, and the choice of its layout.
 
-ModelShape x Measured x Layout -> seconds of a step -> rounds and prompts alone
-    -> the rate at which a replica saturates -> latencies under load, played -> replicas for a load
+    Servers    CPU cores that were measured (`measured_servers`) or GPUs (`gpu_servers`)
+    replica    of a layout: seconds of its steps, bytes of its ranks
+        -> decode steps and prompts alone -> the rate at which it saturates
+        -> latencies under load, simulated -> replicas for a load
 
 In a steady state of b requests a round of T(b) seconds gives b tokens and reads the prompts of
 b / output new requests: b / (output x T(b)) requests a second. T(b) is the time per token.
@@ -12,20 +14,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from hocket.cost.measured_links import MeasuredLinks
-from hocket.cost.measured_rates import Rates
-from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
-from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.simulation.traffic import EngineStepCosts, RoundTable, poisson, simulate_requests
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
-from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
-from hocket.spec.serving import replica_layout
+from hocket.spec.serving import num_replicas
 from hocket.spec.serving_forecast import (
     Decode,
     Need,
@@ -80,30 +77,79 @@ def usual(longest: int) -> Service:
     )
 
 
+class ReplicaSteps(EngineStepCosts, Protocol):
+    """Seconds of what one replica does."""
+
+    def prefill_seconds(self, tokens: int, chunk: int) -> float:
+        """Of a prompt alone, in chunks of at most `chunk` tokens, to its first token."""
+
+    def decode_seconds(self, batch: float, context: float) -> float:
+        """Of a step that gives each of `batch` requests a token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaEstimate:
+    """One replica of a layout.
+
+    Attributes:
+        steps: its seconds while all replicas work; `alone`: while the others are idle.
+        memory: of each of its ranks the bytes of `weights`, `step`, `cache` and their `total`.
+        cache_tokens: that its cache holds; 0: not even the weights fit. cache_bytes: of one token
+            on the rank with most.
+        capacity: bytes that a rank may hold; 0 if unknown.
+        data_ranks: that run steps of `EngineSizes.batch_tokens` each.
+        notes: what was assumed.
+    """
+
+    steps: ReplicaSteps
+    alone: ReplicaSteps
+    memory: tuple[dict[str, int], ...]
+    cache_tokens: int
+    cache_bytes: int
+    capacity: int
+    data_ranks: int = 1
+    notes: tuple[str, ...] = ()
+
+
+class Servers(Protocol):
+    """A model's servers on one machine."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def cluster(self) -> str:
+        """The machine, for people."""
+
+    @property
+    def measured(self) -> str:
+        """When it was probed, and how; empty: it was not."""
+
+    def replica(self, layout: Layout, sizes: EngineSizes) -> ReplicaEstimate:
+        """One replica of a layout of all replicas.
+
+        Raises:
+            HocketError: the machine's measurements or constants do not cover it.
+        """
+
+
 def server_forecast(
-    shape: ModelShape,
-    layout: Layout,
-    machine: MeasuredMachine,
-    sizes: EngineSizes,
-    service: Service | None = None,
+    servers: Servers, layout: Layout, sizes: EngineSizes, service: Service | None = None
 ) -> ServingForecast:
     """What a server gives.
 
     Args:
-        shape: traced in the dtype of `sizes`.
         layout: of all replicas.
         service: the requests that come. None: usual ones.
 
     Raises:
-        OptionError: the machine's measurements hold no products.
+        HocketError: as `Servers.replica`.
     """
     service = service or usual(sizes.longest)
-    replica = _replica(shape, layout, sizes, machine)
-    prices, rates, links = _prices(replica, machine, layout.world_size)
-    memory, tokens = capacity(replica, machine, sizes, layout.world_size)
+    one = servers.replica(layout, sizes)
+    steps, tokens = one.steps, one.cache_tokens
     contexts = sorted({max(1, sizes.longest // 8), max(1, sizes.longest // 2)})
     decode = tuple(
-        Decode(batch=b, context=c, seconds=prices.decode_seconds(b, c))
+        Decode(batch=b, context=c, seconds=float(steps.decode_seconds(b, c)))
         for b in BATCHES
         if b <= sizes.rows
         for c in contexts
@@ -111,10 +157,12 @@ def server_forecast(
     )
     prompts = [n for n in (16, 64, 256, 1024, 4096, 16384) if n < sizes.longest]
     prefill = tuple(
-        Prefill(tokens=n, seconds=prices.prefill_seconds(n, sizes.batch_tokens))
+        Prefill(tokens=n, seconds=float(steps.prefill_seconds(n, sizes.batch_tokens)))
         for n in dict.fromkeys([*prompts, service.prompt_len])
     )
-    loads, needs, most = under_load(prices, sizes, service, tokens, len(replica.stages))
+    loads, needs, most = under_load(
+        steps, sizes, service, tokens, steps.stages, data_ranks=one.data_ranks
+    )
     return ServingForecast(
         layout=str(layout),
         decode=decode,
@@ -127,105 +175,38 @@ def server_forecast(
         percentile=service.percentile,
         loads=loads,
         needs=needs,
-        memory=tuple(memory),
-        cache_bytes=max(replica.cache_bytes(s) for s in range(layout.pp)),
+        memory=one.memory,
+        cache_bytes=one.cache_bytes,
         cache_tokens=tokens,
-        capacity=machine.room(layout.world_size),
-        cluster=machine.name or machine.measured.host.name,
-        measured=f"{machine.measured.date}, {'quick' if machine.measured.quick else 'full'}",
-        notes=(*rates.notes, *links.notes, *_notes(machine)),
+        capacity=one.capacity,
+        cluster=servers.cluster,
+        measured=servers.measured,
+        notes=(*one.notes, "the server's own process (HTTP, text) is not included"),
     )
-
-
-def _replica(
-    shape: ModelShape, layout: Layout, sizes: EngineSizes, machine: MeasuredMachine
-) -> MeasuredReplica:
-    return MeasuredReplica(
-        shape=shape,
-        layout=replica_layout(layout),
-        dtype=sizes.dtype,
-        block_size=sizes.block_size,
-        cpu=machine.measured.device == "cpu",
-    )
-
-
-def _prices(
-    replica: MeasuredReplica, machine: MeasuredMachine, busy: int
-) -> tuple[MeasuredServing, Rates, MeasuredLinks]:
-    """Prices of a replica while `busy` ranks of the machine compute."""
-    rates = Rates(machine.measured, replica.dtype)
-    links = MeasuredLinks(
-        machine.measured,
-        machine.backend,
-        wires=machine.wires,
-        layout=replica.layout,
-        element_bytes=replica.state_bytes,
-    )
-    return MeasuredServing(replica, rates, links, machine.slowdown(busy)), rates, links
-
-
-def _notes(machine: MeasuredMachine) -> list[str]:
-    found = ["the server's own process (HTTP, text) is not included"]
-    measured = machine.measured
-    if measured.device == "cpu" and not any(one.name == "rows" for one in measured.kernels):
-        small = min((p.m for p in measured.products), default=1)
-        found.append(
-            "the kernels that serve were not measured (hocket probe measures them): matmuls of "
-            f"fewer than {small} rows take the rate of {small}, and no less than streaming their "
-            "weights"
-        )
-    return found
-
-
-# --- what fits ------------------------------------------------------------------------------------
-
-
-def capacity(
-    replica: MeasuredReplica, machine: MeasuredMachine, sizes: EngineSizes, ranks: int
-) -> tuple[list[dict[str, int]], int]:
-    """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
-    tokens that the replica's cache holds (0: not even the weights fit)."""
-    room = machine.room(ranks)
-    rows, tokens = [], None
-    for stage in range(replica.layout.pp):
-        held = replica.weight_bytes(stage)
-        step = replica.step_bytes(stage, sizes.batch_tokens, sizes.rows)
-        each = max(1, replica.cache_bytes(stage))
-        if sizes.tokens:
-            here = sizes.tokens
-        elif sizes.cache:
-            here = sizes.cache // each
-        else:  # as much as the rows can fill, twice: what is beyond only remembers prompts
-            here = 2 * sizes.rows * sizes.longest
-            if room:
-                here = min(here, max(0, room - held - step) // each)
-        tokens = here if tokens is None else min(tokens, here)
-        rows.append({"weights": held, "step": step})
-    assert tokens is not None
-    tokens = tokens // sizes.block_size * sizes.block_size
-    found = []
-    for stage, row in enumerate(rows):
-        row["cache"] = tokens * replica.cache_bytes(stage)
-        row["total"] = sum(row.values())
-        found += [dict(row)] * (replica.layout.world_size // replica.layout.pp)
-    return found, tokens
 
 
 # --- under load -----------------------------------------------------------------------------------
 
 
 def under_load(
-    prices: EngineStepCosts, sizes: EngineSizes, service: Service, tokens: int, stages: int = 1
+    steps: EngineStepCosts,
+    sizes: EngineSizes,
+    service: Service,
+    tokens: int,
+    stages: int = 1,
+    *,
+    data_ranks: int = 1,
 ) -> tuple[tuple[ServiceLoad, ...], tuple[Need, ...], float]:
     """One replica under several loads, replicas for several loads, and its rate at most.
 
     Args:
-        prices: of its steps. tokens: that its cache holds.
+        steps: its seconds. tokens: that its cache holds. data_ranks: as in `ReplicaEstimate`.
     """
-    slots = min(sizes.rows, tokens // service.tokens)
+    slots = min(sizes.rows * data_ranks, tokens // service.tokens)
     if slots < 1:
         return (), (), 0.0
-    table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
+    chunk = sizes.batch_tokens * data_ranks
+    table = RoundTable(steps, chunk=chunk, longest=service.tokens, most=slots)
     most = max((rate for _, rate in _steady_rounds(table, service, slots)), default=0.0)
     residence = _alone(table, service)
     if not (most > 0 and math.isfinite(most * residence)):
@@ -376,9 +357,8 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
 # --- which layout ---------------------------------------------------------------------------------
 
 
-def _evaluate_servers(
-    shape: ModelShape,
-    machine: MeasuredMachine,
+def evaluate_servers(
+    servers: Servers,
     sizes: EngineSizes,
     layouts: Iterable[Layout],
     service: Service | None = None,
@@ -391,52 +371,52 @@ def _evaluate_servers(
     service = service or usual(sizes.longest)
     found: list[tuple[float, Weighed]] = []
     for layout in layouts:
-        replica = _replica(shape, layout, sizes, machine)
-        tokens = capacity(replica, machine, sizes, layout.world_size)[1]
+        replica = servers.replica(layout, sizes)
+        tokens, ranks = replica.cache_tokens, replica.data_ranks
         fits = tokens >= max(service.tokens, sizes.longest)
-        slots = min(sizes.rows, tokens // service.tokens)
-        alone = _prices(replica, machine, layout.tp)[0]
+        slots = min(sizes.rows * ranks, tokens // service.tokens)
         good = most = 0.0
         if slots >= 1:
-            prices = _prices(replica, machine, layout.world_size)[0]
-            table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
+            chunk = sizes.batch_tokens * ranks
+            table = RoundTable(replica.steps, chunk=chunk, longest=service.tokens, most=slots)
             rates = _steady_rounds(table, service, slots)
             goal = math.inf if service.tpot_ms is None else service.tpot_ms / 1e3
             most = max((rate for _, rate in rates), default=0.0)
             good = max((rate for seconds, rate in rates if seconds <= goal), default=0.0)
+        count = num_replicas(layout)
         one = Weighed(
             layout=str(layout),
             ranks=layout.world_size,
-            tokens_per_second=layout.dp * most * service.output_len,
-            ttft=alone.prefill_seconds(service.prompt_len, sizes.batch_tokens),
-            tpot=alone.decode_seconds(1, service.context),
+            tokens_per_second=count * most * service.output_len,
+            ttft=float(replica.alone.prefill_seconds(service.prompt_len, sizes.batch_tokens)),
+            tpot=float(replica.alone.decode_seconds(1, service.context)),
             cache_tokens=tokens,
             fits=fits,
         )
-        found.append((layout.dp * good, one))
+        found.append((count * good, one))
     return sorted(found, key=lambda p: (not p[1].fits, -p[0], -p[1].tokens_per_second, p[1].ranks))
 
 
 def choose_server(
-    shape: ModelShape,
-    machine: MeasuredMachine,
+    servers: Servers,
     sizes: EngineSizes,
     layouts: Iterable[Layout],
     service: Service | None = None,
 ) -> ServingForecast:
-    """The forecast of the best layout, with what else was weighed.
+    """The forecast of the best layout, with the others that were considered.
 
     Raises:
         OptionError: none of them fits.
     """
-    weighed = _evaluate_servers(shape, machine, sizes, layouts, service)
-    if not weighed or not weighed[0][1].fits:
-        best = max(weighed, key=lambda p: p[1].cache_tokens)[1] if weighed else None
-        room = format_bytes(machine.room(1))
+    considered = evaluate_servers(servers, sizes, layouts, service)
+    if not considered or not considered[0][1].fits:
+        best = max(considered, key=lambda p: p[1].cache_tokens)[1] if considered else None
+        rank = 0 if best is None else servers.replica(Layout.parse(best.layout), sizes).capacity
         raise OptionError(
-            f"{shape.name} fits in no layout of this machine of {room}"
+            f"{servers.model} fits in no layout of {servers.cluster}"
             + (
-                f": next to its weights {best.layout} can cache {best.cache_tokens} tokens, "
+                f", where a rank may hold {format_bytes(rank)}: "
+                f"next to its weights {best.layout} can cache {best.cache_tokens} tokens, "
                 f"one request may have {sizes.longest}"
                 if best
                 else ""
@@ -445,9 +425,9 @@ def choose_server(
             if best and best.cache_tokens > 1
             else "another machine: hocket plan MODEL --serve",
         )
-    chosen = Layout.parse(weighed[0][1].layout)
+    chosen = Layout.parse(considered[0][1].layout)
     return with_considered_servers(
-        server_forecast(shape, chosen, machine, sizes, service), [one for _, one in weighed]
+        server_forecast(servers, chosen, sizes, service), [one for _, one in considered]
     )
 
 

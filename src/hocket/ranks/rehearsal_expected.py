@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
-from hocket.spec.run import RunSpec, bucket_mb
+from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
-
-if TYPE_CHECKING:
-    from hocket.spec.model_shape import ModelShape
 
 
 def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
@@ -139,22 +136,7 @@ def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
 
 
 def _memory(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[dict[str, int]]:
+    from hocket.cost.measured_memory import gpu_memory_rows
     from hocket.ranks.trace import shape_here
 
-    return gpu_memory(shape_here(spec), spec, schedule)
-
-
-def gpu_memory(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dict[str, int]]:
-    """Bytes by kind that the tensors of a training job take, a row for each rank, on GPUs."""
-    from hocket.cost.measured_memory import memory_rows
-    from hocket.cost.measured_prices import StepProblem
-
-    job = StepProblem(
-        shape=shape,
-        layout=spec.layout,
-        workload=spec.workload,
-        schedule=schedule,
-        bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.data_degree),
-        clip=spec.options.max_grad_norm > 0,
-    )
-    return memory_rows(job, cuda=True)
+    return gpu_memory_rows(shape_here(spec), spec, schedule)

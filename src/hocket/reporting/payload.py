@@ -449,7 +449,10 @@ def _facts(record: RunRecord) -> list[list[str]]:
     ]
     forecast = record.forecast
     if forecast is not None:
-        found.insert(1, ["Predicted for", f"{forecast.cluster}, measured {forecast.measured}"])
+        found.insert(1, ["Predicted for", forecast.basis])
+        if forecast.step_range:
+            low, high = map(format_seconds, forecast.step_range)
+            found.append(["Predicted time of a step, 80% of runs", f"{low} to {high}"])
         found += [["Assumed", note] for note in forecast.notes]
         if forecast.capacity:
             found.append(["Memory a rank may use", format_bytes(forecast.capacity)])

@@ -477,6 +477,6 @@ def facts(served: ServerRecord) -> list[tuple[str, str]]:
         for replica in served.measured.replicas[:1]:
             found += [("attention", attention_line(row)) for row in replica.attention]
     if told is not None:
-        found.append(("predicted for", f"{told.cluster}, measured {told.measured}"))
+        found.append(("predicted for", told.basis))
         found += [("assumed", note) for note in told.notes]
     return [(name, str(value)) for name, value in found]

@@ -44,6 +44,8 @@ class Forecast:
         layout: text form, with its microbatches.
         why: empty, or why nothing could be foretold; then the numbers are 0 and the rest empty.
         step_seconds: of a step among others. tokens_per_second: of all ranks.
+        step_range: seconds between which 80% of such steps are, by the residuals of runs that were
+            predicted before; empty where there are none.
         bubble, idle: as those of `Timeline`.
         memory: for each rank, bytes by kind (`parameters`, `gradients`, `optimizer`,
             `activations`) and their `total`.
@@ -54,13 +56,15 @@ class Forecast:
         collectives: of all ranks in one step: rows of name, axis, phase, count, bytes.
         alternatives: what else was weighed, best first, where hocket weighed several.
         capacity: bytes that a rank may hold; 0 if unknown. links: axis to what it runs over.
-        cluster: what it is for; measured: when it was probed, and how.
+        cluster: what it is for; measured: when it was probed, and how; empty: it was not, and the
+            catalogue's constants stand for it.
         notes: what had to be assumed.
     """
 
     layout: str
     why: str = ""
     step_seconds: float = 0.0
+    step_range: tuple[float, ...] = ()
     tokens_per_second: float = 0.0
     bubble: float = 0.0
     idle: float = 0.0
@@ -86,6 +90,11 @@ class Forecast:
         """Bytes at the worst moment, by rank."""
         return tuple(row["total"] for row in self.memory)
 
+    @property
+    def basis(self) -> str:
+        """The machine, and what the figures are based on."""
+        return basis(self.cluster, self.measured)
+
     @classmethod
     def none(cls, layout: str, why: str) -> Forecast:
         """No forecast, and why."""
@@ -106,9 +115,11 @@ class Forecast:
             for one in data["alternatives"]:
                 require_types(Alternative, one)
             data["alternatives"] = tuple(Alternative(**one) for one in data["alternatives"])
-            for name in ("memory", "collectives", "notes"):
-                data[name] = tuple(data[name])
+            for name in ("memory", "collectives", "notes", "step_range"):
+                data[name] = tuple(data.get(name, ()))
             require_types(cls, data)
+            if len(data["step_range"]) not in (0, 2):
+                raise ValueError("step_range is not a pair of seconds")
             found = cls(**data)
             sizes = [row["total"] for row in found.memory]
             sizes += [row.get(name, 0) for row in found.collectives for name in ("count", "bytes")]
@@ -119,6 +130,11 @@ class Forecast:
         except OptionError as error:
             raise RunFolderError(f"forecast.json cannot be read: {error.message}") from None
         return found
+
+
+def basis(cluster: str, measured: str) -> str:
+    """A machine, and when it was probed; without that, what stands for it."""
+    return f"{cluster}, " + (f"measured {measured}" if measured else "by the catalogue's constants")
 
 
 def _finite(value: Any) -> None:

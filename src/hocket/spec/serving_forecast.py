@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.files import MALFORMED, parse_json
+from hocket.spec.forecast import basis
 from hocket.spec.rows import require_types
 
 
@@ -106,7 +107,8 @@ class ServingForecast:
         cache_bytes: of one token on the fullest rank. cache_tokens: that a replica holds.
         capacity: bytes that a rank may hold; 0 if unknown.
         alternatives: what else was weighed, best first.
-        cluster: what it is for. measured: when that was probed, and how. notes: what was assumed.
+        cluster: what it is for. measured: when that was probed, and how; empty: it was not, and the
+            catalogue's constants stand for it. notes: what was assumed.
     """
 
     layout: str
@@ -134,6 +136,11 @@ class ServingForecast:
     def known(self) -> bool:
         """Whether anything was foretold."""
         return not self.why
+
+    @property
+    def basis(self) -> str:
+        """The machine, and what the figures are based on."""
+        return basis(self.cluster, self.measured)
 
     @classmethod
     def none(cls, layout: str, why: str) -> Self:

@@ -1,7 +1,7 @@
 """The forecast of a server on the machine it runs on, and the layout for `--layout auto`.
 
     CPU cores    the model's traced shape x what `hocket probe` measured here
-    GPUs         the service planner, on this machine's GPUs or on a --cluster
+    GPUs         the service planner's constants, for this machine's GPUs or a --cluster
 
 Nothing that cannot be foretold keeps a server from starting: forecast.json then says why.
 """
@@ -9,13 +9,14 @@ Nothing that cannot be foretold keeps a server from starting: forecast.json then
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, forecast_policy, links
+from hocket.jobs import forecast, forecast_policy, gpu_run, links
 from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.request import PreparedServer
-from hocket.spec.errors import HocketError, LayoutError, OptionError
-from hocket.spec.layout import Layout
+from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.layout import Layout, divisors
 from hocket.spec.serving import BLOCK_SIZE, num_replicas
 from hocket.spec.serving_forecast import Need, ServiceLoad, ServingForecast, ServingMeasured
 from hocket.spec.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -23,12 +24,14 @@ from hocket.spec.units import format_bytes, format_count, format_seconds, parse_
 if TYPE_CHECKING:
     from hocket.jobs.record import JobRecorder
     from hocket.launch import Launcher
-    from hocket.planning.machine_forecast import MeasuredMachine
-    from hocket.planning.machine_serving import EngineSizes
-    from hocket.spec.cluster import Cluster
+    from hocket.planning.machine_serving import EngineSizes, Servers
+    from hocket.spec.model_shape import ModelShape
 
 TOP = 8
-"""Layouts that are set beside the one that runs."""
+"""Layouts that are shown with the one that runs."""
+
+SHOWN = 64
+"""Layouts that are shown with one that was chosen."""
 
 
 def settle_layout(
@@ -39,13 +42,13 @@ def settle_layout(
     Raises:
         HocketError: a layout was to be chosen, and none can be.
     """
-    forecast_policy.reject_cluster(server.request.cluster)
+    forecast_policy.reject_cluster(server.request.cluster, server.request.options)
     if server.request.options.emulate_links is not None:
         server = _felt(server, launcher)
     if server.request.auto:
         server, told = _chosen(server, launcher, record)
     else:
-        told = _told(server, launcher)
+        told = _predicted(server, launcher)
     wanted = server.options.cache_memory
     assert server.options.max_model_len is not None
     if told.known and wanted is not None and told.cache_tokens < server.options.max_model_len:
@@ -132,41 +135,65 @@ def bill(server: PreparedServer, told: ServingForecast) -> list[str]:
 # --- a layout that was given ----------------------------------------------------------------------
 
 
-def _told(server: PreparedServer, launcher: Launcher) -> ServingForecast:
+def _predicted(server: PreparedServer, launcher: Launcher) -> ServingForecast:
+    """The forecast of a layout that was given."""
     from hocket.planning import machine_serving as planning
-    from hocket.planning.machine_choice import meshes
 
     layout = str(server.layout)
-    cluster = server.request.cluster
-    if cluster == forecast_policy.NONE:
+    if server.request.cluster == forecast_policy.NONE:
         return ServingForecast.none(layout, "--cluster none")
-    if server.device == "cuda":
-        return ServingForecast.none(layout, _GPUS)
     try:
-        measured = forecast.measurements(cluster, server.device)
-        if measured is None:
-            why = "this machine has not been measured: hocket probe"
+        found = _servers(server, launcher, server.request.cluster)
+        if found is None:
+            unknown = server.device == "cuda"
+            why = forecast.UNKNOWN_GPU if unknown else forecast.UNMEASURED
             return ServingForecast.none(layout, why)
-        spec = server.spec()
-        machine = forecast.run_machine(spec, measured)
-        shape = forecast.run_shape(spec, launcher)
+        servers, others = found
         sizes = sizes_of(server)
-        found = planning.server_forecast(shape, server.layout, machine, sizes)
-        layouts = [server.layout, *_legal(server, meshes(shape, _most(machine)))]
-        weighed = planning._evaluate_servers(
-            shape, machine, sizes, {str(one): one for one in layouts}.values()
-        )
-        rows = [one for _, one in weighed]
+        mine = planning.server_forecast(servers, server.layout, sizes)
+        layouts = {str(one): one for one in [server.layout, *_legal(server, others)]}
+        rows = [one for _, one in planning.evaluate_servers(servers, sizes, layouts.values())]
         return planning.with_considered_servers(
-            found, [o for o in rows if o.layout == found.layout or o in rows[:TOP]]
+            mine, [one for one in rows if one.layout == mine.layout or one in rows[:TOP]]
         )
     except HocketError as error:
         return ServingForecast.none(layout, error.message)
 
 
-_GPUS = (
-    "servers on GPUs are predicted by the service planner: hocket plan MODEL --serve --cluster auto"
-)
+def _servers(
+    server: PreparedServer, launcher: Launcher, cluster: str
+) -> tuple[Servers, list[Layout]] | None:
+    """The model's servers on this machine, and layouts of it; None: nothing is known of it."""
+    from hocket.planning.machine_choice import meshes
+
+    spec = server.spec()
+    if server.device == "cuda":
+        from hocket.planning.gpu_servers import GpuServers
+
+        gpus = gpu_run.gpu_cluster(cluster)
+        if gpus is None:
+            return None
+        shape = gpu_run.planner_shape(spec, launcher)
+        dtype = server.request.workload.dtype
+        servers = GpuServers(shape, gpus, precision="bf16" if dtype == "fp32" else dtype)
+        return servers, list(_over_experts(meshes(shape, gpus.num_gpus), shape))
+    measured = forecast.measurements(cluster, server.device)
+    if measured is None:
+        return None
+    from hocket.planning.measured_servers import MeasuredServers
+
+    machine = forecast.run_machine(spec, measured)
+    shape = forecast.run_shape(spec, launcher)
+    return MeasuredServers(shape, machine), meshes(shape, max(1, measured.host.cores))
+
+
+def _over_experts(layouts: Iterable[Layout], shape: ModelShape) -> Iterator[Layout]:
+    """Layouts, and those whose data ranks have a part of the experts each."""
+    for layout in layouts:
+        yield layout
+        for ep in divisors(layout.dp) if shape.experts else ():
+            if ep > 1 and shape.experts % ep == 0:
+                yield dataclasses.replace(layout, ep=ep)
 
 
 def sizes_of(server: PreparedServer) -> EngineSizes:
@@ -188,14 +215,6 @@ def sizes_of(server: PreparedServer) -> EngineSizes:
     )
 
 
-def _most(machine: MeasuredMachine) -> int:
-    """Ranks that are worth weighing: as many as there are cores, or GPUs."""
-    measured = machine.measured
-    if measured.device == "cuda":
-        return max(1, len(measured.devices))
-    return max(1, measured.host.cores)
-
-
 def _legal(server: PreparedServer, layouts: list[Layout]) -> list[Layout]:
     found = []
     for layout in layouts:
@@ -214,38 +233,37 @@ def _chosen(
 ) -> tuple[PreparedServer, ServingForecast]:
     from hocket.jobs import machine as machines
     from hocket.planning import machine_serving as planning
-    from hocket.planning.machine_choice import meshes
 
     request = server.request
-    asked = forecast_policy.AUTO
+    cluster = forecast_policy.AUTO
     if request.cluster != forecast_policy.NONE:
-        asked = request.cluster
-    if asked == forecast_policy.AUTO and machines.kept(request.options.device) is None:
-        record.note(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
-    found = machines.named_cluster(asked, device=request.options.device)
-    if server.device == "cuda" or not found.is_cpu:
-        return _planned(server, asked, found, record)
-    assert found.measured is not None  # `forecast_policy.reject_cluster`
+        cluster = request.cluster
+    if server.device != "cuda" and cluster == forecast_policy.AUTO:
+        if machines.kept(request.options.device) is None:
+            record.note(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
+        machines.named_cluster(cluster, device=request.options.device)
     record.phase("choosing a layout")
-    spec = server.spec()
-    machine = forecast.run_machine(spec, found.measured)
-    shape = forecast.run_shape(spec, launcher)
+    found = _servers(server, launcher, cluster)
+    if found is None:
+        raise OptionError(forecast.UNKNOWN_GPU, hint="--layout tp2")
+    servers, meshes = found
     layouts = [
         layout
-        for layout in meshes(shape, _most(machine))
+        for layout in meshes
         if all(
             layout.degree(axis) == request.layout.degree(axis)
             for axis in ("dp", "tp", "pp")
             if axis in request.given
         )
     ]
-    told = planning.choose_server(shape, machine, sizes_of(server), _legal(server, layouts))
-    for line in server_reasons(told):
+    best = planning.choose_server(servers, sizes_of(server), _legal(server, layouts))
+    for line in server_reasons(best):
         record.note(line)
     layout = serve_request.legal_server_layout(
-        server.source, Layout.parse(told.layout), server.device
+        server.source, Layout.parse(best.layout), server.device
     )
-    return dataclasses.replace(server, layout=layout), told
+    best = dataclasses.replace(best, alternatives=best.alternatives[:SHOWN])
+    return dataclasses.replace(server, layout=layout), best
 
 
 def server_reasons(told: ServingForecast) -> list[str]:
@@ -270,36 +288,6 @@ def server_reasons(told: ServingForecast) -> list[str]:
                 f"{format_seconds(quick.tpot)} a token"
             )
     return lines
-
-
-def _planned(
-    server: PreparedServer, cluster: str, found: Cluster, record: JobRecorder
-) -> tuple[PreparedServer, ServingForecast]:
-    """On GPUs: the service planner's answer for those that are there."""
-    from hocket.jobs.serving.plan import serve_plan
-    from hocket.planning.machine_serving import usual
-
-    assert server.options.max_model_len is not None
-    service = usual(server.options.max_model_len)
-    (plan, *_) = serve_plan(
-        str(server.source.directory or server.request.model),
-        cluster=cluster,
-        prompt_len=service.prompt_len,
-        output_len=service.output_len,
-        precision="bf16",
-    )
-    best = plan.best
-    if best is None:
-        raise LayoutError(
-            f"{server.name} fits in no layout of {found.name}: {plan.kinds[0].reason}",
-            hint="--layout, to try one all the same",
-        )
-    layout = serve_request.legal_server_layout(server.source, best.layout, server.device)
-    record.note(
-        f"layout {layout.axes_text()}: the service planner's for {found.name}, "
-        f"{best.max_num_batched_tokens} tokens/step"
-    )
-    return dataclasses.replace(server, layout=layout), ServingForecast.none(str(layout), _GPUS)
 
 
 def _felt(server: PreparedServer, launcher: Launcher) -> PreparedServer:

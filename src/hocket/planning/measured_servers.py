@@ -1,0 +1,114 @@
+"""Servers on CPU cores that were measured: a replica's seconds and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hocket.cost.measured_links import MeasuredLinks
+from hocket.cost.measured_rates import Rates
+from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
+from hocket.planning.machine_forecast import MeasuredMachine
+from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate
+from hocket.spec.layout import Layout
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.serving import replica_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredServers:
+    """A model on the machine, as `machine_serving.Servers`.
+
+    Attributes:
+        shape: traced in the type that is served. machine: as it was measured.
+    """
+
+    shape: ModelShape
+    machine: MeasuredMachine
+
+    @property
+    def model(self) -> str:
+        return self.shape.name
+
+    @property
+    def cluster(self) -> str:
+        return self.machine.name or self.machine.measured.host.name
+
+    @property
+    def measured(self) -> str:
+        measured = self.machine.measured
+        return f"{measured.date}, {'quick' if measured.quick else 'full'}"
+
+    def replica(self, layout: Layout, sizes: EngineSizes) -> ReplicaEstimate:
+        """As `Servers.replica`. Raises OptionError where no matmul was measured."""
+        machine = self.machine
+        replica = MeasuredReplica(
+            shape=self.shape,
+            layout=replica_layout(layout),
+            dtype=sizes.dtype,
+            block_size=sizes.block_size,
+        )
+        rates = Rates(machine.measured, replica.dtype)
+        links = MeasuredLinks(
+            machine.measured,
+            machine.backend,
+            wires=machine.wires,
+            layout=replica.layout,
+            element_bytes=replica.state_bytes,
+        )
+
+        def steps(busy: int) -> MeasuredServing:
+            return MeasuredServing(replica, rates, links, machine.slowdown(busy))
+
+        memory, tokens = capacity(replica, machine, sizes, layout.world_size)
+        return ReplicaEstimate(
+            steps=steps(layout.world_size),
+            alone=steps(layout.tp),
+            memory=tuple(memory),
+            cache_tokens=tokens,
+            cache_bytes=max(replica.cache_bytes(stage) for stage in range(layout.pp)),
+            capacity=machine.room(layout.world_size),
+            notes=(*rates.notes, *links.notes, *_notes(machine)),
+        )
+
+
+def _notes(machine: MeasuredMachine) -> list[str]:
+    measured = machine.measured
+    if any(one.name == "rows" for one in measured.kernels):
+        return []
+    small = min((p.m for p in measured.products), default=1)
+    return [
+        "the kernels that serve were not measured (hocket probe measures them): matmuls of "
+        f"fewer than {small} rows take the rate of {small}, and no less than streaming their "
+        "weights"
+    ]
+
+
+def capacity(
+    replica: MeasuredReplica, machine: MeasuredMachine, sizes: EngineSizes, ranks: int
+) -> tuple[list[dict[str, int]], int]:
+    """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
+    tokens that the replica's cache holds (0: not even the weights fit)."""
+    available = machine.room(ranks)
+    rows, tokens = [], None
+    for stage in range(replica.layout.pp):
+        weights = replica.weight_bytes(stage)
+        step = replica.step_bytes(stage, sizes.batch_tokens, sizes.rows)
+        each = max(1, replica.cache_bytes(stage))
+        if sizes.tokens:
+            here = sizes.tokens
+        elif sizes.cache:
+            here = sizes.cache // each
+        else:  # as much as the rows can fill, twice: what is beyond only remembers prompts
+            here = 2 * sizes.rows * sizes.longest
+            if available:
+                here = min(here, max(0, available - weights - step) // each)
+        tokens = here if tokens is None else min(tokens, here)
+        rows.append({"weights": weights, "step": step})
+    assert tokens is not None
+    tokens = tokens // sizes.block_size * sizes.block_size
+    found = []
+    for stage, row in enumerate(rows):
+        row["cache"] = tokens * replica.cache_bytes(stage)
+        row["total"] = sum(row.values())
+        found += [dict(row)] * (replica.layout.world_size // replica.layout.pp)
+    return found, tokens
