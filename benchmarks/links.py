@@ -7,7 +7,7 @@ The model is the tour's (`jobs.tour_runner.WIDE`): one whose communication does 
 Each row trains for a few steps in both layouts with `--emulate-links` and reads the prediction that
 the run wrote before it started (`forecast.json`, from the measurements of `hocket probe`). One
 scale serves all rows, so that they differ in the links alone. Prints the medians, both winners, and
-whether the crossover was foretold; `--out` keeps the rows as JSON.
+whether the crossover was predicted; `--out` keeps the rows as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GPU = "A100-SXM-80"
 
 
 def one(folder: Path, layout: str, links: str, steps: int, name: str = "") -> dict[str, float]:
-    """Train once, in a folder of that name; measured and foretold seconds of a step."""
+    """Train once, in a folder of that name; measured and predicted seconds of a step."""
     from hocket.jobs.request import request
     from hocket.jobs.train import train_model
     from hocket.spec.run import RunFolder
@@ -73,8 +73,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     heads = ["links"]
     for layout in LAYOUTS:
-        heads += [f"{layout[:3]} measured", f"{layout[:3]} foretold"]
-    heads += ["faster", "foretold"]
+        heads += [f"{layout[:3]} measured", f"{layout[:3]} predicted"]
+    heads += ["faster", "predicted"]
     cells = []
     for row in rows:
         values = []
@@ -118,7 +118,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     print(table(rows))
     agree = [winner(row, "measured") == winner(row, "predicted") for row in rows]
-    print(f"{sum(agree)} of {len(agree)} winners were foretold")
+    print(f"{sum(agree)} of {len(agree)} winners were predicted")
     if args.out is not None:
         args.out.write_text(json.dumps({"scale": scale, "gpu": GPU, "rows": rows}, indent=1))
 

@@ -142,17 +142,17 @@ def one(
     job, record = prepare.prepare_job(asked), JobRecorder()
     run_folder = prepare.train_folder(asked)
     spec = prepare_run(job, run_folder, record)
-    told, _ = forecast.predicted_run(spec, measured, launcher=launcher, schedule=job.schedule)
-    assert told.known, told.why
-    beside = BackgroundLoad()
+    found, _ = forecast.predicted_run(spec, measured, launcher=launcher, schedule=job.schedule)
+    assert found.known, found.why
+    background_load = BackgroundLoad()
     summary = launch_ranks(launcher, run_folder, spec, record, cluster="none")
     seconds = [float(event["step_seconds"]) for event in record.steps[WARM:]]
     timeline = Timeline.from_json(run_folder.timeline_file.read_text())
-    row.predicted.append(told.step_seconds)
+    row.predicted.append(found.step_seconds)
     row.measured.append(statistics.median(seconds))
-    row.bubbles.append((told.bubble, timeline.bubble))
-    row.memory += [p / m - 1 for p, m in zip(told.peak_bytes, summary.memory_bytes, strict=True)]
-    row.others.append(beside.cores())
+    row.bubbles.append((found.bubble, timeline.bubble))
+    row.memory += [p / m - 1 for p, m in zip(found.peak_bytes, summary.memory_bytes, strict=True)]
+    row.others.append(background_load.cores())
 
 
 def table(rows: list[Row]) -> str:

@@ -189,16 +189,16 @@ def main() -> None:
                 free = train(folder, f"free-{order}", order, args.steps)
                 shape(args.rate)
                 measured = seconds(train(folder, f"shaped-{order}", order, args.steps))
-                told = predicted(free, order, rate)
+                expected = predicted(free, order, rate)
                 rows.append(
                     {
                         "placement": title, "unshaped": seconds(free), "measured": measured,
-                        "predicted": told, "error": told / measured - 1,
+                        "predicted": expected, "error": expected / measured - 1,
                     }
                 )  # fmt: skip
                 print(
                     f"{title}: {seconds(free):.3f} s unshaped; at {args.rate} {measured:.3f} s, "
-                    f"foretold {told:.3f} s ({told / measured - 1:+.0%})",
+                    f"predicted {expected:.3f} s ({expected / measured - 1:+.0%})",
                     flush=True,
                 )
         finally:

@@ -147,7 +147,7 @@ HOW = {
         "waves: SGLang runs waiting prompts before it decodes",
         "prefill_time: an HTTP server's tokenising and first answer",
         "one_shot: engines' own all-reduce of small messages inside an NVLink domain",
-        "megatron-inference: no rows could be priced",
+        "megatron-inference: no rows could be predicted",
     ],
     "not fitted because six are the most, or no row tells": [
         f"engines.{e}.{f}" for e in ENGINES for f in ASSUMED[e]
@@ -167,7 +167,7 @@ class Problem:
     def __init__(self, found: Sequence[ServingTableRow]) -> None:
         self.rows = list(found)
         self.groups = load_groups(self.rows)
-        self.priced = price_serving_rows(self.rows)
+        self.predicted_rows = price_serving_rows(self.rows)
         self.kinds = sorted({(r.gpu, r.engine) for r in self.rows})
         places = {kind: i for i, kind in enumerate(self.kinds)}
         self.place = {
@@ -227,10 +227,10 @@ def fit(
     weight = np.sqrt([1 / math.sqrt(counts[_cell(row)]) for row in problem.rows])
     picked = []
     for field in ("tpot", "throughput"):
-        seen = [i for i, p in enumerate(problem.priced) if p.targets[field] is not None]
+        seen = [i for i, p in enumerate(problem.predicted_rows) if p.targets[field] is not None]
         if field == "throughput":  # of one request at once it is the time per token again
-            seen = [i for i in seen if problem.priced[i].targets["tpot"] is None]
-        target = np.log([float(problem.priced[i].targets[field] or 1.0) for i in seen])
+            seen = [i for i in seen if problem.predicted_rows[i].targets["tpot"] is None]
+        target = np.log([float(problem.predicted_rows[i].targets[field] or 1.0) for i in seen])
         picked.append((np.array(seen, dtype=int), target))
 
     def errors(logs: np.ndarray) -> np.ndarray:
@@ -283,20 +283,20 @@ def predictions(
     result = answers(problem.groups, len(found), problem.constants(data))
     return [
         dataclasses.replace(p, **{f: float(getattr(result, f)[i]) for f in FIELDS})
-        for i, p in enumerate(problem.priced)
+        for i, p in enumerate(problem.predicted_rows)
     ]
 
 
-def show(title: str, priced: Sequence[ValidatedServingRow]) -> None:
+def show(title: str, predicted_rows: Sequence[ValidatedServingRow]) -> None:
     """A table by source and engine."""
     names: dict[str, list[ValidatedServingRow]] = {}
     several: dict[str, set[str]] = {}
-    for one in priced:
+    for one in predicted_rows:
         several.setdefault(one.row.source, set()).add(one.row.engine)
-    for one in priced:
+    for one in predicted_rows:
         names.setdefault(serving_group(one.row, several), []).append(one)
     print(f"\n{title}\n{'':60s} rows  tpot mean median  tok/s mean median  ttft median")
-    for name, members in [*names.items(), ("all rows", list(priced))]:
+    for name, members in [*names.items(), ("all rows", list(predicted_rows))]:
         s = serving_scores(members)
         figures = (s.tpot_mape, s.tpot_median_ape, s.throughput_mape, s.throughput_median_ape)
         text = [f"{x:8.1f}" if x is not None else "       -" for x in (*figures, s.ttft_median_ape)]
@@ -358,9 +358,9 @@ def main() -> None:
     fitted = fit(found, data)
     for part, name, field in FREE:
         print(f"{part:8s} {name:16s} {field:16s} {fitted[part][name][field]:.4g}")
-    priced = predictions(found, fitted)
-    show("fitted", priced)
-    left = priced
+    predicted_rows = predictions(found, fitted)
+    show("fitted", predicted_rows)
+    left = predicted_rows
     if options.leave_one_out:
         left = transfer(
             found,
@@ -377,15 +377,15 @@ def main() -> None:
         path.write_text(json.dumps(fitted, indent=1) + "\n")
 
 
-def residuals(priced: Sequence[ValidatedServingRow]) -> dict[str, list[float]]:
+def residuals(predicted_rows: Sequence[ValidatedServingRow]) -> dict[str, list[float]]:
     """Measured over predicted at the 10th and the 90th percentile, each group counting equally."""
     found = {}
     for field in FIELDS:
         ratios, weights = [], []
         counts: dict[str, int] = {}
-        for p in priced:
+        for p in predicted_rows:
             counts[serving_group(p.row)] = counts.get(serving_group(p.row), 0) + 1
-        for p in priced:
+        for p in predicted_rows:
             error = p.error(field)
             if error is not None:
                 ratios.append(1 / (1 + error))

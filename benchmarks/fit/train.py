@@ -171,12 +171,12 @@ def fit(
     """The data file with constants fitted to these rows, from what is believed before: nothing of
     an earlier fit enters. A number that the rows say nothing about stays at that belief."""
     problems = [Problem([found[place] for place in places]) for places in by_structure(found)]
-    alike = [row for problem in problems for row in problem.rows]
-    target = np.log([p.target or math.nan for p in price_training_rows(alike)])
+    rows = [row for problem in problems for row in problem.rows]
+    target = np.log([p.target or math.nan for p in price_training_rows(rows)])
     counts: dict[str, int] = {}
-    for row in alike:
+    for row in rows:
         counts[training_group(row)] = counts.get(training_group(row), 0) + 1
-    weight = np.array([1 / math.sqrt(counts[training_group(row)]) for row in alike])
+    weight = np.array([1 / math.sqrt(counts[training_group(row)]) for row in rows])
     weight = np.sqrt(weight / weight.sum() * 1000)
     start = np.array([value for *_, value, _ in free])
     believed = BELIEF / np.array([deviation for *_, deviation in free])
@@ -199,12 +199,12 @@ def fit(
 
 def predictions(found: Sequence[PublishedRow], data: dict[str, Any]) -> list[ValidatedRow]:
     """Prices of rows under a data file."""
-    priced: dict[int, ValidatedRow] = {}
+    predicted_rows: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
         problem = Problem([found[place] for place in places])
-        alike = price_training_rows(problem.rows, lambda _: problem.constants(data))  # noqa: B023
-        priced |= zip(places, alike, strict=True)
-    return [priced[place] for place in range(len(found))]
+        rows = price_training_rows(problem.rows, lambda _: problem.constants(data))  # noqa: B023
+        predicted_rows |= zip(places, rows, strict=True)
+    return [predicted_rows[place] for place in range(len(found))]
 
 
 def publication(source: str) -> str:
@@ -218,10 +218,10 @@ def is_held_out(source: str) -> bool:
     return int(digest, 16) % 10 < 3
 
 
-def show(title: str, priced: Sequence[ValidatedRow]) -> None:
+def show(title: str, predicted_rows: Sequence[ValidatedRow]) -> None:
     """A table by source."""
     names: dict[str, list[ValidatedRow]] = {}
-    for one in priced:
+    for one in predicted_rows:
         names.setdefault(training_group(one.row), []).append(one)
     table = {name: training_scores(members) for name, members in names.items()}
     print(f"\n{title}\n{'source':52s} rows   mean median  p90   bias    tau regret memory unfit")
@@ -272,8 +272,8 @@ def main() -> None:
     for part, name, field, *_ in (*FREE, *APART, *EXPERTS):
         before, after = data[part][name][field], fitted[part][name][field]
         print(f"{part:6s} {name:18s} {field:16s} {before:.4g} -> {after:.4g}")
-    priced = predictions(everything, fitted)
-    show("rows that were fitted on", priced)
+    predicted_rows = predictions(everything, fitted)
+    show("rows that were fitted on", predicted_rows)
     if options.eval_fraction:
         show("held out, constants as they are", predictions(unseen, data))
         show("held out, fitted without them", predictions(unseen, fitted))
@@ -293,10 +293,12 @@ def main() -> None:
             of = [p for p in out if p.row.cluster.node.gpu.name.startswith(family)]
             show(f"of these, {family}", of)
     if options.write:
-        ratios = [p.target / p.step for p in priced if p.target and p.row.kind == MAINSTREAM]
+        ratios = [
+            p.target / p.step for p in predicted_rows if p.target and p.row.kind == MAINSTREAM
+        ]
         low, high = np.percentile(ratios, [10, 90])
         fitted["residuals"]["step_time"] = [round(float(low), 4), round(float(high), 4)]
-        main = [p for p in priced if p.row.kind == MAINSTREAM]
+        main = [p for p in predicted_rows if p.row.kind == MAINSTREAM]
         held = [p.row.memory / p.memory for p in main if p.row.memory]
         fitted["residuals"]["memory"] = [round(float(np.percentile(held, q)), 4) for q in (5, 95)]
         for part, name, field, *_ in (*FREE, *APART, *EXPERTS):

@@ -25,4 +25,4 @@ def test_the_run_that_finds_the_scale_is_in_no_rows_way(
     (row,) = json.loads(out.read_text())["rows"]
     assert row["links"] == "nvlink5"
     assert all(row[layout]["measured"] > 0 for layout in links.LAYOUTS)
-    assert "winners were foretold" in capsys.readouterr().out
+    assert "winners were predicted" in capsys.readouterr().out

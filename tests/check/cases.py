@@ -161,7 +161,7 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     elif fault == "gradient of what was gathered not summed":
         from hocket.runtime.tensor_parallel import sequence
 
-        sequence._Gather.backward = sequence._GatherAlike.backward
+        sequence._Gather.backward = sequence._GatherReplicated.backward
     elif fault == "input not gathered again":
         from hocket.runtime.tensor_parallel import sequence
 

@@ -110,7 +110,7 @@ def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words()
 
 
 @pytest.mark.usefixtures("warm")
-def test_rounding_is_told_from_what_a_layout_does_in_fp64() -> None:
+def test_rounding_is_separated_from_what_a_layout_does_in_fp64() -> None:
     """One unit in the last place of xLSTM's weights moves its gradients over the bound in fp32."""
     found = check_matrix(["xlstm"], ["dp2"])
     (cell,) = found.rows[0].cells

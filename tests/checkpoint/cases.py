@@ -43,13 +43,13 @@ def train(
         assert restored.step == first
         assert restored.cursor == {"step": first}
         parallel.step = restored.step
-    told = []
+    steps = []
     for step in range(first, last):
         parts = rank_microbatches(spec, global_batch(spec, step), mesh.coordinate["dp"])
         loss = parallel.forward_backward(parts)
         norm = parallel.clip_grad_norm(0.5)
         optimizer.step(1e-3 * (step + 1))
-        told.append([float(loss), float(norm)])
+        steps.append([float(loss), float(norm)])
     save_checkpoint(
         folder,
         step=last,
@@ -64,7 +64,7 @@ def train(
     for name, state in optimizer.state_tensors().items():
         sums |= {f"{key} {name}": _sum(tensor) for key, tensor in state.items()}
     where = {name: p.to_json() for name, p in parallel.placements.items()}
-    return {"told": told, "sums": sums, "where": where}
+    return {"steps": steps, "sums": sums, "where": where}
 
 
 def _sum(tensor: Any) -> int:

@@ -45,7 +45,7 @@ def test_resuming_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str, l
     half = ranks.run(TRAIN, size, first=0, last=3, folder=str(tmp_path / "b"), **options)
     rest = ranks.run(TRAIN, size, first=3, last=6, folder=str(tmp_path / "b"), **options)
     for one, two, three in zip(straight, half, rest, strict=True):
-        assert one["told"] == two["told"] + three["told"]
+        assert one["steps"] == two["steps"] + three["steps"]
         assert one["sums"] == three["sums"]
         assert one["sums"] != two["sums"]
 
@@ -130,7 +130,7 @@ def test_another_layout_goes_on(
             before, after = (each.state(name, state) for each in found)
             assert torch.equal(before, after), (name, state)
     rest = ranks.run(TRAIN, sizes[1], layout=other, first=2, last=3, **options)
-    for (loss, norm), (again, grown) in zip(straight[0]["told"], rest[0]["told"], strict=True):
+    for (loss, norm), (again, grown) in zip(straight[0]["steps"], rest[0]["steps"], strict=True):
         assert again == pytest.approx(loss, abs=1e-5)
         assert grown == pytest.approx(norm, rel=1e-4)
 

@@ -80,7 +80,9 @@ def test_a_model_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Assumed: 180 GB of weights in bf16, dense" in said
 
 
-def test_one_layout_is_priced_and_its_misses_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_layout_is_estimated_and_its_misses_are_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ["--cluster", "A100-80", "--layout", "tp2"]
     said = plan(capsys, *ASKED, *flags)
     assert re.search(r"^tp2 ", said, re.MULTILINE)

@@ -13,14 +13,14 @@ from hocket.spec.run import RunFolder
 
 
 @pytest.mark.parametrize(
-    ("layout", "told"), [("dp2:microbatches=1", False), ("pp2:microbatches=4", True)]
+    ("layout", "shown"), [("dp2:microbatches=1", False), ("pp2:microbatches=4", True)]
 )
-def test_a_pipelines_rest_is_told_where_there_is_a_pipeline(layout: str, told: bool) -> None:
+def test_a_pipelines_rest_is_reported_where_there_is_a_pipeline(layout: str, shown: bool) -> None:
     forecast = Forecast(
         layout=layout, step_seconds=1.0, tokens_per_second=1.0, bubble=0.1, memory=({"total": 9},)
     )
     summary = Summary(run=Path("run"), step_seconds=1.0, forecast=forecast, bubble=0.2)
-    assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(summary_lines(summary))) == told
+    assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(summary_lines(summary))) == shown
 
 
 @pytest.mark.parametrize(("each", "median"), [((9.0, 1.0, 2.0, 3.0), 2.0), ((9.0,), 9.0)])
@@ -53,5 +53,5 @@ def test_a_report_that_was_written_is_named_and_not_asked_for() -> None:
         ((10**6,), "peak tensor memory 1 MB"),
     ],
 )
-def test_equal_ranks_are_told_once(each: tuple[int, ...], said: str) -> None:
+def test_equal_ranks_are_reported_once(each: tuple[int, ...], said: str) -> None:
     assert summary_lines(Summary(run=Path("run"), memory_bytes=each)) == [said]

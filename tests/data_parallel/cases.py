@@ -334,7 +334,7 @@ def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict
         *_, parallel = build_model(spec, own, schedule, plan)
         return parallel, build_optimizer(parallel, options)
 
-    def beside(parallel: Any, optimizer: Any, call: Any) -> int:
+    def peak_of(parallel: Any, optimizer: Any, call: Any) -> int:
         """The most bytes that `call` held beside what is there between steps."""
         with Real([*parallel.tensors(), *optimizer.tensors()]) as live:
             call()
@@ -355,8 +355,8 @@ def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict
         state = optimizer.state_tensors()
         save_checkpoint(checkpoints, step=1, parallel=parallel, optimizer_state=state, **common)
 
-    saving = beside(parallel, optimizer, save)
-    exporting = beside(
+    saving = peak_of(parallel, optimizer, save)
+    exporting = peak_of(
         parallel, optimizer, lambda: export_ranks(parallel, Path(folder, "shared"), files)
     )
     other, moments = made(sharded, 6)
@@ -365,7 +365,7 @@ def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict
         state = moments.state_tensors()
         load_checkpoint(checkpoints, parallel=other, optimizer_state=state, **common)
 
-    resuming = beside(other, moments, resume)
+    resuming = peak_of(other, moments, resume)
     other.unshard()
     values = dict(other.named_parameters())
     equal = [torch.equal(p, values[name]) for name, p in whole.named_parameters()]

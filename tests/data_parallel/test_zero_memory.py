@@ -1,4 +1,4 @@
-"""What each stage of ZeRO holds: counted, foretold, and by kind what it should be."""
+"""What each stage of ZeRO holds: counted, predicted, and by kind what it should be."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_each_stage_holds_less(ranks: RankPool, layout: str) -> None:
             assert found["losses"] == two["losses"]
             assert found["gradients"] == two["gradients"]
         for found in (one, two, three, again):
-            counted, foretold = found["bytes"], found["foretold"]
-            assert foretold["total"] == pytest.approx(counted["total"], rel=0.05)
+            counted, predicted = found["bytes"], found["predicted"]
+            assert predicted["total"] == pytest.approx(counted["total"], rel=0.05)
             assert counted["optimizer"] == pytest.approx(WHOLE, rel=0.01)  # a half of two moments
         assert one["bytes"]["parameters"] == two["bytes"]["parameters"] == WHOLE
         assert three["bytes"]["parameters"] == WHOLE / 2
@@ -60,19 +60,19 @@ def test_what_is_offloaded_is_computed_the_same(ranks: RankPool) -> None:
         for one, other in zip(found[:2], found[2:], strict=True):
             assert other["losses"] == one["losses"]
             assert other["gradients"] == one["gradients"]
-            assert other["foretold"]["total"] == pytest.approx(other["bytes"]["total"], rel=0.05)
+            assert other["predicted"]["total"] == pytest.approx(other["bytes"]["total"], rel=0.05)
         # Beside the moments, a master of this rank's half of all parameters.
         masters = found[2]["bytes"]["optimizer"] - found[0]["bytes"]["optimizer"]
         assert masters == WHOLE / 2
         assert found[3]["bytes"]["optimizer"] == found[1]["bytes"]["optimizer"]
 
 
-def test_a_tied_weight_is_foretold_once(ranks: RankPool) -> None:
+def test_a_tied_weight_is_forereported_once(ranks: RankPool) -> None:
     for (found,) in ranks.run(
         "tests.training.recompute_cases:modes", 2,
         config=LLAMA | {"tie_word_embeddings": True, "vocab_size": 4096}, layout="dp2:zero=2",
         modes=[{}],
     ):  # fmt: skip
-        counted, foretold = found["bytes"], found["foretold"]
-        assert foretold["parameters"] == counted["parameters"]
-        assert foretold["total"] == pytest.approx(counted["total"], rel=0.05)
+        counted, predicted = found["bytes"], found["predicted"]
+        assert predicted["parameters"] == counted["parameters"]
+        assert predicted["total"] == pytest.approx(counted["total"], rel=0.05)

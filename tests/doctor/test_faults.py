@@ -28,7 +28,7 @@ def test_the_rank_at_fault_is_named_and_no_victim(
         assert "rank 0" not in message
 
 
-def test_seconds_beside_other_spans() -> None:
+def test_seconds_next_to_other_spans() -> None:
     assert overlapped([(0.0, 4.0), (6.0, 8.0)], [(3.0, 7.0)]) == (6.0, 2.0)
     assert overlapped([(0.0, 4.0), (2.0, 5.0)], [(1.0, 2.0), (1.0, 3.0)]) == (5.0, 2.0)
     assert overlapped([], [(1.0, 2.0)]) == (0.0, 0.0)

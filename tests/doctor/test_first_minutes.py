@@ -26,24 +26,26 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     question to the device."""
     import torch
 
-    told: dict[str, Any] = {"asked": [], "free": 80e9, "raises": None, "total": 80e9}
+    driver: dict[str, Any] = {"asked": [], "free": 80e9, "raises": None, "total": 80e9}
 
     def ask(name: str, answer: Any) -> Any:
-        told["asked"].append(name)
-        if told["raises"]:
-            raise RuntimeError(told["raises"])
+        driver["asked"].append(name)
+        if driver["raises"]:
+            raise RuntimeError(driver["raises"])
         return answer
 
     class Properties:
         @property
         def total_memory(self) -> float:
-            return float(told["total"])
+            return float(driver["total"])
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: ask("capability", (9, 0)))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: ask("memory", (told["free"], 80e9)))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda i=0: ask("memory", (driver["free"], 80e9))
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i=0: Properties())
-    return told
+    return driver
 
 
 def test_a_driver_that_is_too_old_fails_one_group_and_the_rest_says_why(

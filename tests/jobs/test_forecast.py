@@ -1,4 +1,4 @@
-"""Runs are foretold: what lands in the folder, what `--layout auto` chooses, what is refused."""
+"""Runs are predicted: what lands in the folder, what `--layout auto` chooses, what is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def text(tmp_path: Path) -> str:
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(200)
-def test_a_run_is_foretold_whatever_its_layout(
+def test_a_run_is_forereported_whatever_its_layout(
     tmp_path: Path, text: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(
@@ -100,28 +100,28 @@ def test_a_run_is_foretold_whatever_its_layout(
     folder = RunFolder(tmp_path / "run")
     found = forecast.read_forecast(folder)
     assert found is not None
-    told, timeline = found
-    assert told.known, told.why
-    assert told.layout == "pp2:microbatches=4"
-    assert told.step_seconds > 0
+    predicted, timeline = found
+    assert predicted.known, predicted.why
+    assert predicted.layout == "pp2:microbatches=4"
+    assert predicted.step_seconds > 0
     assert timeline is not None
     assert timeline.source == "predicted"
     assert timeline.num_ranks == 2
     # Each action of the very schedule, once.
     names = {e.name for e in timeline.events if e.kind in ("F", "B")}
     assert names == {f"{s}{k}{m}" for s in (0, 1) for k in "FB" for m in range(4)}
-    (mine,) = (one for one in told.alternatives if one.chosen)
-    assert mine.layout == told.layout
-    assert len(told.alternatives) > 1
+    (mine,) = (one for one in predicted.alternatives if one.chosen)
+    assert mine.layout == predicted.layout
+    assert len(predicted.alternatives) > 1
     # Counted bytes: within 5% of what the ranks counted.
     counted = json.loads(folder.memory_file.read_text())
-    for row, seen in zip(told.memory, counted, strict=True):
+    for row, seen in zip(predicted.memory, counted, strict=True):
         for kind in ("parameters", "gradients", "optimizer"):
             assert row[kind] == seen[kind], kind
         assert row["total"] == pytest.approx(seen["total"], rel=0.05)
     # The collectives are the recorded ones, to the byte.
     recorded = json.loads(folder.communication_file.read_text())["total"]
-    assert list(told.collectives) == [row for row in recorded if row["phase"] != "other"]
+    assert list(predicted.collectives) == [row for row in recorded if row["phase"] != "other"]
     assert "predicted: " in capsys.readouterr().out
 
 
@@ -138,7 +138,7 @@ def test_a_run_is_foretold_whatever_its_layout(
         ("tiny-qwen3", "dp2:zero=3,microbatches=4"),
     ],
 )
-def test_memory_is_foretold_under_zero(
+def test_memory_is_forereported_under_zero(
     tmp_path: Path, text: str, cluster: str, model: str, layout: str
 ) -> None:
     """Within 5% of what each rank counts, where the logits are the most that a step holds."""
@@ -191,7 +191,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dp2.pp2:zero=3,microbatches=2",
     ],
 )
-def test_adapters_are_foretold_under_every_stage_of_zero(
+def test_adapters_are_forereported_under_every_stage_of_zero(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str
 ) -> None:
     code = main(
@@ -202,15 +202,15 @@ def test_adapters_are_foretold_under_every_stage_of_zero(
     folder = RunFolder(tmp_path / "run")
     found = forecast.read_forecast(folder)
     assert found is not None
-    told = found[0]
-    assert told.known, told.why
+    predicted = found[0]
+    assert predicted.known, predicted.why
     counted = json.loads(folder.memory_file.read_text())
-    for row, seen in zip(told.memory, counted, strict=True):
+    for row, seen in zip(predicted.memory, counted, strict=True):
         for kind in ("parameters", "gradients", "optimizer"):
             assert row[kind] == pytest.approx(seen[kind], rel=0.01), (kind, row, seen)
         assert row["total"] == pytest.approx(seen["total"], rel=0.05), (row, seen)
     recorded = json.loads(folder.communication_file.read_text())["total"]
-    assert list(told.collectives) == [row for row in recorded if row["phase"] != "other"]
+    assert list(predicted.collectives) == [row for row in recorded if row["phase"] != "other"]
 
 
 @pytest.mark.ranks
@@ -219,7 +219,7 @@ def test_adapters_are_foretold_under_every_stage_of_zero(
 @pytest.mark.parametrize(
     ("adapters", "layout"), part(list(itertools.product((True, False), SPLIT_LAYOUTS)), 2)
 )
-def test_memory_is_foretold_over_tensor_ranks(
+def test_memory_is_forereported_over_tensor_ranks(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, adapters: bool
 ) -> None:
     """Within 5%: key/value heads are saved as they are, the loss takes its tokens in as many rows
@@ -247,7 +247,7 @@ def test_memory_is_foretold_over_tensor_ranks(
 @pytest.mark.parametrize(
     ("targets", "layout"), part(list(itertools.product(TARGETS, TENSOR_LAYOUTS)), 3)
 )
-def test_messages_of_adapters_are_foretold_to_the_byte(
+def test_messages_of_adapters_are_forereported_to_the_byte(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, targets: str
 ) -> None:
     """No gradient goes back through what lies before the first adapter, and inputs of what is
@@ -289,7 +289,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("model", "layout"), part(list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS)), 3)
 )
-def test_messages_are_foretold_where_no_product_ends_a_layer(
+def test_messages_are_forereported_where_no_product_ends_a_layer(
     tmp_path: Path, text: str, cluster: str, ended: dict[str, str], model: str, layout: str
 ) -> None:
     """A layer that is run again sums its last product again too, if something that follows it
@@ -321,13 +321,13 @@ def test_a_layout_is_chosen_said_and_run(
     folder = RunFolder(tmp_path / "run")
     found = forecast.read_forecast(folder)
     assert found is not None
-    told = found[0]
+    predicted = found[0]
     spec = folder.load()
-    assert str(spec.layout) == told.layout
+    assert str(spec.layout) == predicted.layout
     assert spec.layout.schedule == "gpipe", "what was given is kept"
-    assert [one.chosen for one in told.alternatives].count(True) == 1
-    assert min(one.step_seconds for one in told.alternatives) == told.step_seconds
-    assert f"layout {told.layout}: " in capsys.readouterr().out
+    assert [one.chosen for one in predicted.alternatives].count(True) == 1
+    assert min(one.step_seconds for one in predicted.alternatives) == predicted.step_seconds
+    assert f"layout {predicted.layout}: " in capsys.readouterr().out
 
 
 @pytest.mark.ranks

@@ -161,11 +161,11 @@ def test_generate_continues_as_transformers_does(run: Path, layout: str) -> None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    told: list[str] = []
+    streamed: list[str] = []
     (found,) = hocket.generate(
-        run, "One melody", layout=layout, max_new_tokens=12, on_text=lambda _, t: told.append(t)
+        run, "One melody", layout=layout, max_new_tokens=12, on_text=lambda _, t: streamed.append(t)
     )
-    assert "".join(told) == found.text
+    assert "".join(streamed) == found.text
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     ids = torch.tensor([tokenizer.encode("One melody")])

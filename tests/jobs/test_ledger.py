@@ -135,9 +135,9 @@ def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
     assert (quiet.disturbed, loud.disturbed) == (False, True)
     entries, torn = ledger.read_ledger()
     assert torn == 0
-    told = ledger.ledger_text(entries, torn, "axis", 5)
-    assert told.count("0.8 cores") == 1
-    assert "0.1 cores" not in told
+    shown = ledger.ledger_text(entries, torn, "axis", 5)
+    assert shown.count("0.8 cores") == 1
+    assert "0.1 cores" not in shown
     with pytest.raises(TypeError):
         LedgerEntry.from_json(loud.to_json().replace('"others": 0.8', '"others": "much"'))
 

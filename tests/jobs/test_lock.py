@@ -48,7 +48,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         ["export", "OTHER", "--to", "RUN/model"],
     ],
 )
-def test_a_second_writer_is_told_who_the_first_is(
+def test_a_second_writer_is_reported_who_the_first_is(
     other: subprocess.Popen[str],
     tmp_path: Path,
     command: list[str],
@@ -66,7 +66,7 @@ def test_a_second_writer_is_told_who_the_first_is(
 
 
 @pytest.mark.train
-def test_a_server_and_an_export_beside_a_run_are_locked_too(
+def test_a_server_and_an_export_during_a_run_are_locked_too(
     other: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     from types import SimpleNamespace

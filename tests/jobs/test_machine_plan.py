@@ -1,4 +1,4 @@
-"""A plan for measured CPU cores says what a run there is foretold, and refuses what is for GPUs."""
+"""A plan for measured CPU cores says what is predicted of a run there, and rejects GPU options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_spec() -> RunSpec:
     return prepare.job_spec(source, asked, Layout(), config, "train")
 
 
-def test_adapters_are_planned_as_they_are_foretold(cluster: str) -> None:
+def test_adapters_are_planned_as_they_are_predicted(cluster: str) -> None:
     adapters = {"lora_rank": 4, "lora_targets": "q_proj-v_proj"}
     whole = job.plan_training("tiny-llama", cluster=cluster, **SIZES, layout="dp2")
     found = job.plan_training("tiny-llama", cluster=cluster, **SIZES, layout="dp2", **adapters)
@@ -64,40 +64,40 @@ def test_adapters_are_planned_as_they_are_foretold(cluster: str) -> None:
     one = dataclasses.replace(spec, layout=found.best.layout, options=options)
     assert forecast.forecast_run(one, cluster).step_seconds == found.best.step_seconds.median
     spared = dataclasses.replace(one, layout=Layout.parse("dp2:zero=3"))
-    told = forecast.forecast_run(spared, cluster)
-    assert told.known, told.why
-    assert max(told.peak_bytes) < found.best.memory
+    predicted = forecast.forecast_run(spared, cluster)
+    assert predicted.known, predicted.why
+    assert max(predicted.peak_bytes) < found.best.memory
     kept = job.plan_training(
         "tiny-llama", cluster=cluster, **SIZES, layout="dp2:zero=2", lora_rank=4
     )
     assert kept.best.layout.zero == 2
 
 
-def test_it_says_what_a_run_is_foretold(cluster: str) -> None:
+def test_it_says_what_a_run_is_predicted(cluster: str) -> None:
     found = job.plan_training("tiny-llama", cluster=cluster, **SIZES, top=5)
     assert found.precision == "fp32"
     assert found.machine.startswith("2 cores of")
     assert len(found.layouts) == 5
     spec = run_spec()
     for one in found.layouts:
-        told = forecast.forecast_run(dataclasses.replace(spec, layout=one.layout), cluster)
-        assert one.step_seconds.low == one.step_seconds.median == told.step_seconds
-        assert one.memory == max(told.peak_bytes)
-        assert one.bubble == told.bubble
-        assert sum(one.parts.values()) == pytest.approx(told.step_seconds)
+        predicted = forecast.forecast_run(dataclasses.replace(spec, layout=one.layout), cluster)
+        assert one.step_seconds.low == one.step_seconds.median == predicted.step_seconds
+        assert one.memory == max(predicted.peak_bytes)
+        assert one.bubble == predicted.bubble
+        assert sum(one.parts.values()) == pytest.approx(predicted.step_seconds)
 
 
 def test_it_chooses_what_layout_auto_chooses(cluster: str) -> None:
     found = job.plan_training("tiny-llama", cluster=cluster, **SIZES)
     spec, source = run_spec(), resolve_model("tiny-llama", weights=False)
-    told, _ = forecast.best_forecast(
+    predicted, _ = forecast.best_forecast(
         spec,
         here(),
         (),
         legal=lambda one: validate_layout(source.dimensions, one, spec.workload),
     )
-    assert str(found.best.layout) == told.layout
-    assert found.best.step_seconds.median == told.step_seconds
+    assert str(found.best.layout) == predicted.layout
+    assert found.best.step_seconds.median == predicted.step_seconds
 
 
 def test_it_plans_the_model_that_train_would_make(
@@ -115,15 +115,15 @@ def test_it_plans_the_model_that_train_would_make(
     (tmp_path / "run").mkdir()
     _, _, config = prepare.data(made, folder)
     spec = prepare.job_spec(made.source, asked, Layout(), config, "train")
-    told, _ = forecast.best_forecast(
+    predicted, _ = forecast.best_forecast(
         spec,
         here(),
         (),
         legal=lambda one: validate_layout(made.source.dimensions, one, spec.workload),
     )
     found = job.plan_training("tiny-llama", cluster=cluster, **SIZES)
-    assert found.best.step_seconds.median == pytest.approx(told.step_seconds)
-    assert str(found.best.layout) == told.layout
+    assert found.best.step_seconds.median == pytest.approx(predicted.step_seconds)
+    assert str(found.best.layout) == predicted.layout
     assert any("257 ids" in note for note in found.notes)
 
 
@@ -178,12 +178,16 @@ def test_what_cannot_be_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_what_fits_nowhere_is_refused_with_the_least_that_it_needs(cluster: str) -> None:
+def test_what_fits_nowhere_is_refused_with_the_least_that_it_needs(tmp_path: Path) -> None:
+    small = dataclasses.replace(here(), host=dataclasses.replace(here().host, memory=200_000_000))
+    machine.save_machine(measured_cluster(small), tmp_path / "cluster.toml")
     with pytest.raises(HocketError, match="fits in no layout of this machine: the least is"):
-        job.plan_training("llama-3-8b", cluster=cluster, seq_len=64, global_batch=2)
+        job.plan_training(
+            "gpt2", cluster=str(tmp_path / "cluster.toml"), seq_len=64, global_batch=1
+        )
 
 
-def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None:
+def test_cores_that_nobody_measured_are_not_estimated_as_gpus(cluster: str) -> None:
     from pathlib import Path
 
     head, _, _ = Path(cluster).read_text().partition("[measured]")
@@ -198,11 +202,11 @@ def test_links_of_cores_carry_what_a_run_counts(
 ) -> None:
     layout = Layout.parse("dp2.tp2:microbatches=2")
     found = link_prices.links("tiny-llama", cluster=cluster, layout=layout, **SIZES)
-    told = forecast.forecast_run(dataclasses.replace(run_spec(), layout=layout), cluster)
-    assert found.step_seconds == told.step_seconds
+    predicted = forecast.forecast_run(dataclasses.replace(run_spec(), layout=layout), cluster)
+    assert found.step_seconds == predicted.step_seconds
     assert found.pool is None
     for one in found.axes:
-        counted = [row for row in told.collectives if row["axis"] == one.axis]
+        counted = [row for row in predicted.collectives if row["axis"] == one.axis]
         assert one.link == "shared memory"
         # All ranks of this layout hand over the same.
         assert 4 * one.bytes == sum(row["bytes"] for row in counted)

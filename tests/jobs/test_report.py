@@ -40,8 +40,8 @@ def test_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "x.txt").read_text() == said
     other = make(tmp_path / "b", layout="dp4")
     assert main(["report", str(run), str(other), "--format", "text"]) == 0
-    beside = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("measured") and "run" in line and "b" in line for line in beside)
+    comparison = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("measured") and "run" in line and "b" in line for line in comparison)
 
 
 def test_in_words_where_only_ascii_can_be_shown(

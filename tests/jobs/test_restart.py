@@ -113,11 +113,11 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, whole: Whole, kind: str, bac
     job(tmp_path, "cut", "pp2:microbatches=2", [fault], notes, backend=backend)
     (failure,) = [note for note in notes if "restart 1" in note]
     assert "rank 1" in failure
-    told = (tmp_path / "cut" / "failures.txt").read_text()
-    assert "rank 0: step 7, " in told
-    assert "rank 1: step 7, " in told
-    assert "[1RECV_F0]" in told  # the cell of the schedule that rank 1 was in
-    assert 'training/faults.py"' in told  # its stack
+    failures = (tmp_path / "cut" / "failures.txt").read_text()
+    assert "rank 0: step 7, " in failures
+    assert "rank 1: step 7, " in failures
+    assert "[1RECV_F0]" in failures  # the cell of the schedule that rank 1 was in
+    assert 'training/faults.py"' in failures  # its stack
     assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
     assert RunFolder(tmp_path / "cut").load().options.resume is False
 

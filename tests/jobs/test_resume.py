@@ -203,7 +203,7 @@ def test_a_run_that_ends_before_its_next_step_gets_everything_back(tmp_path: Pat
     assert str(RunFolder(run).load().layout) == "tp2:microbatches=1", "it has gone on"
 
 
-def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the run's own workload, options and model, and what was given beside it."""
     from hocket.jobs import forecast_policy, prepare
     from hocket.spec.forecast import Forecast
@@ -230,8 +230,8 @@ def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = resume.resume_job(asked(run, layout="auto", zero=2))
     written = resumed(found, JobRecorder(), launcher=None)  # type: ignore[arg-type]
     assert str(written.layout) == "dp2:microbatches=1,zero=2"
-    told = Forecast.from_json(RunFolder(run).forecast_file.read_text())
-    assert told.layout == str(written.layout)
+    predicted = Forecast.from_json(RunFolder(run).forecast_file.read_text())
+    assert predicted.layout == str(written.layout)
     assert RunFolder(run / "earlier" / "1").load() == spec
 
 

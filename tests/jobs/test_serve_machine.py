@@ -16,7 +16,7 @@ from tests.jobs.test_forecast import here
 from tests.reporting.run_folders import gpus
 
 
-def test_cores_are_refused_and_not_priced_as_gpus(
+def test_cores_are_refused_and_not_estimated_as_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.save_machine(measured_cluster(here()), tmp_path / "cpu.toml")

@@ -141,9 +141,9 @@ def test_what_is_refused_comes_with_what_would_do(
     hint: str,
 ) -> None:
     monkeypatch.setattr(hocket.launch.launcher, "cuda_shows", lambda: False)
-    with pytest.raises(HocketError, match=words) as told:
+    with pytest.raises(HocketError, match=words) as raised:
         server(where, **options)
-    assert hint in (told.value.hint or "")
+    assert hint in (raised.value.hint or "")
 
 
 def test_weights_that_are_not_whole(where: Path, tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no model"):
         serve_request.server({})
     for missing in (str(tmp_path), "nosuch"):
-        with pytest.raises(ModelError) as told:
+        with pytest.raises(ModelError) as raised:
             serve_request.server({"model": missing})
-        assert (told.value.hint or "").startswith("a directory with config.json")
+        assert (raised.value.hint or "").startswith("a directory with config.json")
     with pytest.raises(ModelError, match="no weights"):
         serve_request.server({"model": "tiny-llama"})
     bare = model(tmp_path / "bare")

@@ -29,12 +29,12 @@ def test_what_a_rank_may_take_is_known_before_ranks_start(
 ) -> None:
     given = ServeOptions(**{"max_model_len": 512, "block_size": 16, **options})
     server: Any = SimpleNamespace(options=given, layout=Layout(dp=2))
-    told: Any = SimpleNamespace(capacity=32_000_000, memory=(ROW,), cache_tokens=64_000)
+    predicted: Any = SimpleNamespace(capacity=32_000_000, memory=(ROW,), cache_tokens=64_000)
     with pytest.raises(OptionError, match=r"66 MB: .* each of 2 ranks may use 32 MB") as found:
-        serve_forecast._require_room(server, told)
+        serve_forecast._require_room(server, predicted)
     assert hint in str(found.value.hint)
-    told.capacity = ROW["total"]
-    serve_forecast._require_room(server, told)
+    predicted.capacity = ROW["total"]
+    serve_forecast._require_room(server, predicted)
 
 
 def test_a_rank_asks_for_no_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_a_servers_folder_becomes_a_line(tmp_path: Path, file: Path) -> None:
     assert "cores of" in added.machine
     now, then = added.measured, added.predicted
     assert then is not None
-    # 400 rounds of one request in 11 ms and 100 of five in 20, at 150 tokens; foretold 11 and 15.5.
+    # 400 steps of one request in 11 ms, 100 of five in 20, at 150 tokens; forecast 11 and 15.5.
     assert now.decode_seconds == pytest.approx(0.0128)
     assert then.decode_seconds == pytest.approx(0.0119)
     assert (now.prefill_seconds, then.prefill_seconds) == pytest.approx((0.03, 0.025))
@@ -46,7 +46,7 @@ def test_a_servers_folder_becomes_a_line(tmp_path: Path, file: Path) -> None:
     assert added.error("cache_tokens") == 0
 
 
-def test_what_was_not_foretold_or_not_measured_stays_open(tmp_path: Path) -> None:
+def test_what_was_not_forereported_or_not_measured_stays_open(tmp_path: Path) -> None:
     alone = ledger.append(folder(tmp_path / "a", forecast=None))
     assert alone is not None
     assert alone.predicted is None
@@ -117,6 +117,6 @@ def test_columns_stay_under_each_other_whatever_names_are_written_in() -> None:
 
 
 def test_a_model_of_a_run_folder_is_called_as_the_run(tmp_path: Path) -> None:
-    told = ledger.ledger_text([entry(model="/runs/mine/model")], 0, "axis", 9)
-    (line,) = (line for line in told.splitlines() if line.startswith("20"))
+    shown = ledger.ledger_text([entry(model="/runs/mine/model")], 0, "axis", 9)
+    (line,) = (line for line in shown.splitlines() if line.startswith("20"))
     assert " mine " in line

@@ -43,7 +43,7 @@ def test_an_unknown_stop_or_language_names_the_nearest(capsys: pytest.CaptureFix
     ("out", "said"),
     [(".", "is a folder"), ("nowhere/page.md", "no folder"), ("/proc/p.md", "/proc")],
 )
-def test_a_page_that_cannot_be_written_is_told_before_the_walk(
+def test_a_page_that_cannot_be_written_is_reported_before_the_walk(
     out: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tour", "--stops", "pool", "--out", out]) == 2
@@ -60,7 +60,7 @@ def test_the_split_by_columns_is_exact_and_by_rows_is_not() -> None:
     assert float(stop.values["columns"]) < 1e-12 < float(stop.values["rows"])
 
 
-def test_a_stop_is_told_in_korean_within_the_width() -> None:
+def test_a_stop_is_reported_in_korean_within_the_width() -> None:
     import unicodedata
 
     text = rendered(column_stop(None), 5, "ko", 80)  # type: ignore[arg-type]

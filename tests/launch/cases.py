@@ -29,7 +29,7 @@ def place(context: RankContext) -> list[Any]:
 
 
 def tell_place(context: RankContext, payload: dict[str, Any]) -> None:
-    context.emit({"event": "place", "told": place(context)})
+    context.emit({"event": "place", "place": place(context)})
 
 
 def only_fail(context: RankContext, payload: dict[str, Any]) -> None:
@@ -131,8 +131,8 @@ def exchange(context: RankContext, payload: dict[str, Any]) -> None:
     context.init_process_group("gloo", timeout=60.0)
     value = torch.tensor([context.rank + payload["start"]])
     dist.all_reduce(value)
-    told = [context.rank, context.world_size, context.local_rank, context.one_machine]
-    context.emit({"event": "sum", "value": int(value), "told": told})
+    seen = [context.rank, context.world_size, context.local_rank, context.one_machine]
+    context.emit({"event": "sum", "value": int(value), "place": seen})
 
 
 def on_nccl_like(context: RankContext, payload: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
     for rank in range(2):
         (event,) = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert event["value"] == 11
-        assert event["told"] == [rank, 2, 0, False]
+        assert event["place"] == [rank, 2, 0, False]
 
 
 @pytest.mark.ranks

@@ -60,8 +60,8 @@ def test_spawned_ranks_begin_as_forked_ones_do() -> None:
         launcher.run(CASES + "tell_place", 2, {}, events.append, attempt=3)
         with pytest.raises(RankFailure, match="rank 0 of 1 failed: ValueError: boom"):
             launcher.run(CASES + "only_fail", 1)
-    told = {event["rank"]: event["told"] for event in events}
-    assert told == {r: [r, True, "cuda", 3, []] for r in range(2)}
+    reported = {event["rank"]: event["place"] for event in events}
+    assert reported == {r: [r, True, "cuda", 3, []] for r in range(2)}
 
 
 @ranks_needed
@@ -148,7 +148,7 @@ def test_a_hocket_error_comes_back_as_itself(ranks: RankPool) -> None:
         ("sys.exit", "SystemExit: cannot go on"),
     ],
 )
-def test_every_other_end_is_told(ranks: RankPool, how: str, telling: str) -> None:
+def test_every_other_end_is_reported(ranks: RankPool, how: str, telling: str) -> None:
     error, _ = failing(ranks, how, backend="shm" if how == "kill" else "gloo")
     assert isinstance(error, RankFailure)
     assert str(error).startswith("rank 1 of 3")

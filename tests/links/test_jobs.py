@@ -81,7 +81,7 @@ def test_a_scale_is_measured_and_kept(folder: Path) -> None:
     assert any(kept in note for note in notes)
 
 
-def test_another_order_trains_saves_and_resumes_alike(folder: Path, ranks: RankPool) -> None:
+def test_another_order_trains_saves_and_resumes_identically(folder: Path, ranks: RankPool) -> None:
     from safetensors.numpy import load_file
 
     from hocket.jobs.expected_communication import compare_communication
@@ -105,7 +105,7 @@ def test_another_order_trains_saves_and_resumes_alike(folder: Path, ranks: RankP
 
 
 @pytest.mark.parametrize("layout", ["pp2:microbatches=4", "tp2"])
-def test_what_is_foretold_is_what_is_counted(folder: Path, layout: str) -> None:
+def test_what_is_forereported_is_what_is_counted(folder: Path, layout: str) -> None:
     summary, notes = train(
         folder, f"memory-{layout[:3]}", layout=layout, memory_per_rank="1GB", steps=1, seq_len=128
     )

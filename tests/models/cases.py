@@ -55,31 +55,31 @@ def read_and_export(
     from hocket.training.export import ModelFiles, export_ranks
 
     source = resolve_model(directory)
-    told: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     plain = room.Weights
 
     class Watched(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **more: Any) -> None:
             before = _rchar()
             super().__init__(*args, **more)
-            told["rchar"] += _rchar() - before
+            row["rchar"] += _rchar() - before
 
         def fill(self, names: Any = None) -> None:
             before, peak = _rchar(), Peak()
             super().fill(names)
-            told["rchar"] += _rchar() - before
-            told["reading"] = max(told["reading"], peak.growth())
+            row["rchar"] += _rchar() - before
+            row["reading"] = max(row["reading"], peak.growth())
 
         def close(self) -> int:
             read = super().close()
-            told["read"] += read
+            row["read"] += read
             return read
 
     found = []
     room.Weights = Watched  # type: ignore[misc]
     try:
         for layout in [layouts[0], *layouts]:  # once more: the first imports the family's code
-            told = {"rchar": 0, "reading": 0, "read": 0}
+            row = {"rchar": 0, "reading": 0, "read": 0}
             spec = RunSpec(
                 model=directory,
                 config=source.config,
@@ -91,13 +91,13 @@ def read_and_export(
             mesh = Mesh(spec.layout, context.rank)
             schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
             *_, parallel = room.build_model(spec, mesh, schedule)
-            told["held"] = sum(p.numel() * p.element_size() for p in parallel.parameters())
+            row["held"] = sum(p.numel() * p.element_size() for p in parallel.parameters())
             peak = Peak()
             export_ranks(parallel, Path(to), ModelFiles(config=source.config))
-            told["exporting"] = peak.growth()
-            told["same"] = _sums(Path(to)) == _sums(Path(directory)) if context.rank == 0 else True
+            row["exporting"] = peak.growth()
+            row["same"] = _sums(Path(to)) == _sums(Path(directory)) if context.rank == 0 else True
             del parallel
-            found.append(told)
+            found.append(row)
             if context.rank == 0:
                 shutil.rmtree(to)
             mesh_barrier(mesh)

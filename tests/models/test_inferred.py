@@ -56,7 +56,7 @@ def test_columns_fall_into_heads_and_units(kind: str) -> None:
     assert {s.segments[0].what for s in rows_back} == {"attention heads", "feed-forward units"}
 
 
-def test_a_norm_over_all_that_would_be_split_is_told() -> None:
+def test_a_norm_over_all_that_would_be_split_is_reported() -> None:
     plan = plan_of("bitnet")
     assert plan.tensor is None
     assert "attn_sub_norm spans all that would be split" in plan.reasons["tensor"]
@@ -126,14 +126,14 @@ def test_why_a_model_does_not_run_on_slices_is_said_of_the_module(kind: str, sai
         ("bart", (), ("model.decoder.embed_positions",)),
     ],
 )
-def test_positions_are_told_to_what_adds_them(
+def test_positions_are_reported_to_what_adds_them(
     kind: str, embedders: tuple[str, ...], positions: tuple[str, ...]
 ) -> None:
     proxy = proxy_of(skeleton.config_of(sample_config(kind), dropout=0.0))
     plan = plan_for(skeleton.build_skeleton(proxy.config), sequence=True).sequence
     assert plan is not None
     assert (plan.embedders, plan.positions) == (embedders, positions)
-    assert not any(plan.sees_slices(f"{name}.decoder") for name in plan.alike)
+    assert not any(plan.sees_slices(f"{name}.decoder") for name in plan.replicated)
 
 
 @pytest.mark.ranks
@@ -146,7 +146,7 @@ def test_models_that_add_positions_in_their_own_way_run_on_slices(ranks: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["reformer", "hy_v4", "gemma4_text"])
-def test_what_layers_hand_on_beside_the_hidden_state_is_named(kind: str) -> None:
+def test_what_layers_hand_on_next_to_the_hidden_state_is_named(kind: str) -> None:
     from hocket.ranks.proxy.trial import pages_verdict_of
 
     assert (

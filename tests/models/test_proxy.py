@@ -92,7 +92,7 @@ def test_streams_that_lie_side_by_side_are_handed_on():
     config = sample_config("qwen4_exp_text")
     assert proxy.pages_verdict_of(config) == ProxyVerdict(stages="")
     stages = plan_for(build_skeleton(config)).stages
-    assert (stages.streams, stages.beside) == (4, True)
+    assert (stages.streams, stages.flat_streams) == (4, True)
 
 
 @pytest.mark.torch

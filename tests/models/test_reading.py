@@ -224,11 +224,11 @@ def test_no_rank_holds_a_copy_of_the_model(ranks, tmp_path):
         layouts=layouts, to=str(tmp_path / "out"),
     )  # fmt: skip
     slack = 12e6  # the allocator's own, and one staging buffer
-    for layout, told in zip(layouts, zip(*rows, strict=True), strict=True):
-        for rank in told:
+    for layout, counted in zip(layouts, zip(*rows, strict=True), strict=True):
+        for rank in counted:
             assert rank["read"] < 0.6 * size, (layout, rank)
             # The system's own count of what was read: nothing was taken behind our back.
             assert abs(rank["rchar"] - rank["read"]) < 100_000, (layout, rank)
             assert rank["reading"] < rank["held"] + slack < size, (layout, rank)
             assert rank["exporting"] < 2 * largest + slack, (layout, rank)
-        assert all(rank["same"] for rank in told), layout
+        assert all(rank["same"] for rank in counted), layout

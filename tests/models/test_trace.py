@@ -167,7 +167,7 @@ def test_kinds_of_blocks():
     assert shape.tied
 
 
-def test_dropout_is_as_configured_or_as_told():
+def test_dropout_is_as_configured_or_as_specified():
     assert held(trace(GPT2, dropout=0.0).blocks["block"]) == 32 * 768
     names = [s.name for s in trace(GPT2).blocks["block"].saved]
     assert any("dropout mask" in name for name in names)

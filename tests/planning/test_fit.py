@@ -167,7 +167,7 @@ def test_plan_a_published_row_and_a_run_count_the_same_bytes() -> None:
             "vocab": "128256",
             "measured_iter_s": "1", "mem_kind": "nvidia-smi",
         }  # fmt: skip
-        (one,) = training_report([row]).priced
+        (one,) = training_report([row]).predicted_rows
         assert one.memory == pytest.approx(found.memory, rel=0.01)
         assert one.fits == found.fits
     assert state_bytes("fp32").gradient == GRADIENT_BYTES

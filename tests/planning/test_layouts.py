@@ -205,7 +205,7 @@ def test_names_are_those_of_the_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "priced"),
+    ("text", "value"),
     [
         ("dp8", "1f1b"),
         ("pp2:schedule=interleaved,virtual_stages=2", "interleaved"),
@@ -217,9 +217,9 @@ def test_names_are_those_of_the_registry() -> None:
         ("pp2:schedule=sequential", "sequential"),
     ],
 )
-def test_each_schedule_has_its_own_price(text: str, priced: str) -> None:
+def test_each_schedule_has_its_own_price(text: str, value: str) -> None:
     found = layout_columns([Layout.parse(text)], 8)
-    assert SCHEDULES[int(found.schedule[0])] == priced
+    assert SCHEDULES[int(found.schedule[0])] == value
 
 
 def test_nothing_legal_is_an_empty_answer() -> None:

@@ -73,7 +73,7 @@ def allowed(sizes: tuple[int, ...], layout: Layout) -> bool:
     return True
 
 
-def priced(sizes: tuple[int, ...], layout: Layout) -> bool:
+def by_plan(sizes: tuple[int, ...], layout: Layout) -> bool:
     try:
         row(layout, shape(sizes), SEQ_LEN, BATCH)
     except LayoutError:
@@ -83,7 +83,7 @@ def priced(sizes: tuple[int, ...], layout: Layout) -> bool:
 
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
 def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
-    told = []
+    legal = []
     degrees = (1, 2, 3, 5, 6, 8, 12)
     for dp, pp, tp in itertools.product(degrees, degrees[:6], degrees):
         options = itertools.product(
@@ -101,10 +101,10 @@ def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
             )
             if layout.world_size > 256:
                 continue  # hocket starts no more on one machine, whatever the model
-            told.append(allowed(sizes, layout))
-            assert told[-1] == priced(sizes, layout), layout
-    assert True in told
-    assert False in told
+            legal.append(allowed(sizes, layout))
+            assert legal[-1] == by_plan(sizes, layout), layout
+    assert True in legal
+    assert False in legal
 
 
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
@@ -136,7 +136,7 @@ def test_the_machines_candidates_are_among_what_is_allowed(sizes: tuple[int, ...
 
 
 @pytest.mark.parametrize("text", ["pp2:microbatches=5", "dp2.pp3", "dp3.pp2", "dp24.pp2", "dp2"])
-def test_microbatches_left_open_are_resolved_alike(text: str) -> None:
+def test_microbatches_left_open_are_resolved_identically(text: str) -> None:
     layout, sizes = Layout.parse(text), MODELS[0]
     try:
         found = layout_at(row(layout, shape(sizes), SEQ_LEN, BATCH), 0)

@@ -107,7 +107,7 @@ def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Mac
 MACHINE = MeasuredMachine(measured=measured())
 
 
-def told(layout: str, machine: MeasuredMachine = MACHINE, work: Workload = WORK) -> Forecast:
+def predicted(layout: str, machine: MeasuredMachine = MACHINE, work: Workload = WORK) -> Forecast:
     return machine_forecast(SHAPE, Layout.parse(layout), work, machine)[0]
 
 
@@ -176,12 +176,12 @@ def test_a_group_that_was_not_measured_is_scaled_and_said() -> None:
     assert "scaled from 4" in links.notes[0]
 
 
-def test_links_that_are_felt_are_waited_for() -> None:
+def test_links_that_are_emulated_are_waited_for() -> None:
     slow = Wires.parse("net100g:scale=5000")
-    felt = dataclasses.replace(MACHINE, wires=slow)
+    emulated = dataclasses.replace(MACHINE, wires=slow)
     nbytes = 128 * 8 * SHAPE.hidden * 2  # as bf16
     one = slow.seconds("all-reduce", nbytes, (0, 1), 2)
-    plain, wired = told("tp2"), told("tp2", felt)
+    plain, wired = predicted("tp2"), predicted("tp2", emulated)
     # Two sums each way of each layer, one after the embedding, one before the head.
     sums = 4 * len(SHAPE.layers) + 2
     assert wired.step_seconds - plain.step_seconds > 0.9 * sums * one
@@ -200,7 +200,7 @@ def test_slow_links_turn_the_choice_away_from_tensor_parallelism() -> None:
 
 
 def test_one_process_takes_what_its_products_take_at_least() -> None:
-    found = told("dp1:microbatches=1")
+    found = predicted("dp1:microbatches=1")
     products = sum(p.n * p.k for kind in SHAPE.layers for p in SHAPE.blocks[kind].products)
     products += sum(p.n * p.k for p in SHAPE.blocks["head"].products)
     least = 6.0 * products * WORK.seq_len * WORK.global_batch / RATE
@@ -211,16 +211,16 @@ def test_one_process_takes_what_its_products_take_at_least() -> None:
 
 
 def test_more_ranks_than_cores_gain_nothing() -> None:
-    two, four = told("dp2:microbatches=1"), told("dp4:microbatches=1")
-    one = told("dp1:microbatches=1")
+    two, four = predicted("dp2:microbatches=1"), predicted("dp4:microbatches=1")
+    one = predicted("dp1:microbatches=1")
     assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.1)
     assert four.step_seconds > 0.98 * two.step_seconds
     roomy = MeasuredMachine(measured=measured(cores=4))
-    assert told("dp4:microbatches=1", roomy).step_seconds < 0.6 * two.step_seconds
+    assert predicted("dp4:microbatches=1", roomy).step_seconds < 0.6 * two.step_seconds
 
 
 def test_memory_is_that_of_each_rank() -> None:
-    whole, halves = told("dp1:microbatches=1"), told("pp2:microbatches=1")
+    whole, halves = predicted("dp1:microbatches=1"), predicted("pp2:microbatches=1")
     count = SHAPE.num_parameters
     assert whole.memory[0]["parameters"] == 4 * count
     assert whole.memory[0]["gradients"] == 4 * count
@@ -233,12 +233,12 @@ def test_memory_is_that_of_each_rank() -> None:
 
 
 def test_a_later_stage_holds_fewer_microbatches() -> None:
-    one_f, gpipe = (told(f"pp2:microbatches=8,schedule={name}") for name in ("1f1b", "gpipe"))
+    one_f, gpipe = (predicted(f"pp2:microbatches=8,schedule={name}") for name in ("1f1b", "gpipe"))
     assert one_f.memory[0]["activations"] < 0.5 * gpipe.memory[0]["activations"]
 
 
 def test_collectives_are_those_that_the_runtime_counts() -> None:
-    rows = {(r["name"], r["axis"]): r for r in told("tp2:microbatches=2").collectives}
+    rows = {(r["name"], r["axis"]): r for r in predicted("tp2:microbatches=2").collectives}
     sums = rows["all-reduce", "tp"]
     assert sums["count"] == 2 * 2 * (4 * len(SHAPE.layers) + 2)
     assert sums["bytes"] == sums["count"] * 512 * SHAPE.hidden * 4
@@ -327,15 +327,17 @@ def test_a_step_with_every_group_that_a_layout_has_is_simulated(text: str) -> No
             assert len({len(one) for one in ends}) == 1
 
 
-def test_threads_are_not_foretold() -> None:
+def test_threads_are_not_predicted() -> None:
     with pytest.raises(LayoutError, match="one interpreter"):
-        told("dp2:data_parallel=threads")
+        predicted("dp2:data_parallel=threads")
 
 
 def test_messages_that_nobody_measured_are_not_free() -> None:
     alone = dataclasses.replace(measured(), curves=())
-    told, _ = machine_forecast(SHAPE, Layout.parse("dp1"), WORK, MeasuredMachine(measured=alone))
-    assert told.step_seconds > 0
+    predicted, _ = machine_forecast(
+        SHAPE, Layout.parse("dp1"), WORK, MeasuredMachine(measured=alone)
+    )
+    assert predicted.step_seconds > 0
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
         with pytest.raises(OptionError, match="over shm was not measured"):
             machine_forecast(SHAPE, Layout.parse(layout), WORK, MeasuredMachine(measured=alone))
@@ -422,7 +424,7 @@ def test_experts_over_ranks_compute_as_much() -> None:
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
-def test_layouts_over_experts_and_sequences_are_weighed() -> None:
+def test_layouts_over_experts_and_sequences_are_considered() -> None:
     plain = {str(one) for one in candidate_layouts(MIXTURE, WORK, 4)}
     every = {str(one) for one in candidate_layouts(MIXTURE, WORK, 4, ("cp", "ep"))}
     assert plain < every

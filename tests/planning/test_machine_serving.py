@@ -189,7 +189,7 @@ def kernels() -> MeasuredMachine:
     )
 
 
-def test_a_step_is_priced_by_the_kernels_that_serve() -> None:
+def test_a_step_is_estimated_by_the_kernels_that_serve() -> None:
     one = prices("dp1", where=kernels())
     layer = 4 * (H * H * 2 + 2 * H * H // 2 + 3 * H * INNER)
     read = 10 * (LAYERS * layer + 4 * V * H) / BYTES
@@ -208,7 +208,7 @@ def test_a_step_is_priced_by_the_kernels_that_serve() -> None:
     assert MeasuredServing(half_precision, rates, links).decode_seconds(8, 64) < 8 * read
 
 
-def test_weights_in_bf16_are_priced_under_a_computation_in_fp32() -> None:
+def test_weights_in_bf16_are_estimated_under_a_computation_in_fp32() -> None:
     where = kernels().measured
     halves = [
         dataclasses.replace(k, name="half", dtype="bf16", forward=CALL + (k.forward - CALL) / 4)
@@ -272,7 +272,7 @@ def test_layers_like_llamas_have_less_between_their_products() -> None:
     )
     many = dataclasses.replace(plain.blocks["block"].unfused[0], kernels=1000)
     block = dataclasses.replace(plain.blocks["block"], memory_bound=bound, unfused=(many,))
-    alike = dataclasses.replace(plain, blocks={**plain.blocks, "block": block})
+    same = dataclasses.replace(plain, blocks={**plain.blocks, "block": block})
     # One norm more (Qwen 3's heads), and the engine leaves the layer to its own code.
     other = dataclasses.replace(block, memory_bound=(*bound, bound[0]))
     unlike = dataclasses.replace(plain, blocks={**plain.blocks, "block": other})
@@ -282,7 +282,7 @@ def test_layers_like_llamas_have_less_between_their_products() -> None:
         replica = MeasuredReplica(shape=which, layout=Layout())
         return MeasuredServing(replica, Rates(where), MeasuredLinks(where)).decode_seconds(1, 64)
 
-    assert seconds(unlike) - seconds(alike) > LAYERS * 700 * 1e-6
+    assert seconds(unlike) - seconds(same) > LAYERS * 700 * 1e-6
 
 
 SIZES = EngineSizes(batch_tokens=64, rows=16, longest=128)

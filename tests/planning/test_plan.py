@@ -289,7 +289,7 @@ def test_a_part_of_a_node_grows_to_the_node_before_there_are_more() -> None:
     assert cluster(grown.name) == grown
 
 
-def test_fewer_of_the_others_are_played_beside_what_runs_here() -> None:
+def test_fewer_of_the_others_are_simulated_next_to_what_runs_here() -> None:
     found = search_layouts(EIGHT, beside=5)
     assert (~found.best.here).sum() == 5
     assert found.best.here.sum() > 5
@@ -309,14 +309,14 @@ def test_a_batch_that_leaves_gpus_idle_is_noted() -> None:
     assert "uses all 7 GPUs" in found.notes[0]
 
 
-def test_one_layout_is_priced_whether_it_fits_or_not() -> None:
+def test_one_layout_is_estimated_whether_it_fits_or_not() -> None:
     found = plan_one(EIGHT, Layout.parse("dp16"))
     assert not found.best.fits
     assert "does not fit" in found.notes[0]
     assert one(EIGHT, "dp2.pp2.tp4:microbatches=32").fits
 
 
-def test_a_layouts_own_cut_is_priced_and_kept() -> None:
+def test_a_layouts_own_cut_is_estimated_and_kept() -> None:
     balanced = one(EIGHT, "pp4.tp4:microbatches=64")
     worse = one(EIGHT, "pp4.tp4:microbatches=64,pipeline_split=14-6-6-6")
     assert worse.layout.pipeline_split == (14, 6, 6, 6)
@@ -347,7 +347,7 @@ def test_full_recompute_saves_nothing_where_weights_gradients_wait() -> None:
     assert at_once.memory < kept.memory
 
 
-def test_threads_are_priced_as_processes_and_say_so() -> None:
+def test_threads_are_estimated_as_processes_and_say_so() -> None:
     found = plan_one(EIGHT, Layout.parse("dp8:data_parallel=threads"))
     assert found.best.layout.data_parallel == "threads"
     assert found.best.step_seconds == one(EIGHT, "dp8").step_seconds
@@ -435,7 +435,7 @@ def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
     assert slower > 10
 
 
-def test_what_would_change_the_answer_is_priced(why: list[str]) -> None:
+def test_what_would_change_the_answer_is_estimated(why: list[str]) -> None:
     (sentence,) = [s for s in why if "PCIe instead of NVLink" in s]
     assert float(sentence.split("at +")[1].split("%")[0]) > 15
     assert any("memory" in s for s in why if s.startswith("With "))

@@ -158,7 +158,7 @@ def test_a_goal_below_the_floor_says_what_the_floor_is() -> None:
     assert slow.reason.startswith("TTFT of a request alone is at least")
 
 
-def test_one_layout_is_priced_whatever_it_gives() -> None:
+def test_one_layout_is_estimated_whatever_it_gives() -> None:
     two = answer_one(SEVENTY, Layout(dp=2, tp=4)).best
     assert two is not None
     assert two.meets
@@ -201,9 +201,9 @@ def test_dollars_are_the_price_of_the_gpus() -> None:
 def test_the_explanation_says_why_and_what_would_change_it() -> None:
     kind = answer(SEVENTY, top=1)
     assert kind.best is not None
-    told_why = explain_deployment(SEVENTY, kind.best, [kind])
-    text = "\n".join(told_why)
-    assert told_why[0].startswith(str(kind.best.layout))
+    explanation = explain_deployment(SEVENTY, kind.best, [kind])
+    text = "\n".join(explanation)
+    assert explanation[0].startswith(str(kind.best.layout))
     assert "A prompt alone takes" in text
     assert "PCIe instead of NVLink" in text
     assert "at best" in text

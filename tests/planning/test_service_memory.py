@@ -78,13 +78,13 @@ def test_the_real_shape_says_the_same(gpu: str, pool: int) -> None:
     assert held + found.split_cache_bytes > asked.memory
 
 
-def test_a_split_counts_its_fullest_gpu() -> None:
+def test_a_split_counts_its_peak_gpu() -> None:
     asked = problem("llama-3-70b", "8xH100-SXM")
     whole, halves = asked.prices(1, 1), asked.prices(2, 1)
     assert halves.cache_bytes == whole.cache_bytes / 2
     # Eight key/value heads on sixteen ranks: each is held twice.
     assert asked.prices(16, 1).cache_bytes == asked.prices(8, 1).cache_bytes
-    # 80 layers over three stages: 27 on the fullest.
+    # 80 layers over three stages: 27 on the largest.
     assert asked.prices(1, 3).cache_bytes == pytest.approx(whole.cache_bytes * 27 / 80)
 
 

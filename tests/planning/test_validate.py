@@ -48,8 +48,8 @@ def test_layouts_of_one_run_are_ranked(found: ValidationReport) -> None:
     assert found.overall.mean_regret < 3
 
 
-def test_every_row_is_priced_or_has_its_reason(found: ValidationReport) -> None:
-    assert len(found.priced) + len(found.left_out) == len(found.ids)
+def test_every_row_is_estimated_or_has_its_reason(found: ValidationReport) -> None:
+    assert len(found.predicted_rows) + len(found.left_out) == len(found.ids)
     assert "LoRA" in found.left_out["nemo2407-031"]
     assert "neither dp nor n_gpus" in found.left_out["golden-013"]
     assert found.overall.rows_left_out == 2
@@ -61,7 +61,7 @@ def test_rows_that_share_an_id_are_all_counted(tmp_path: Path) -> None:
     rows = [r for r in read_training_table(EXTRACT) if r["id"] in {"sc21t1-005", "nemo2407-031"}]
     both = training_report([*rows, *rows])
     assert both.overall.rows_used + both.overall.rows_left_out == 4
-    assert (len(both.priced), len(both.left_out)) == (2, 2)
+    assert (len(both.predicted_rows), len(both.left_out)) == (2, 2)
     write_training_predictions(both, tmp_path / "rows.csv")
     written = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert [r["id"] for r in written] == [r["id"] for r in (*rows, *rows)]
@@ -78,8 +78,8 @@ def _stated(**change: str) -> list[dict[str, str]]:
 def test_a_microbatch_that_is_not_stated_is_not_the_whole_share() -> None:
     """Rows whose microbatch is known, without it: as near as with it, and far from the whole."""
     known, blank = training_report(_stated()), training_report(_stated(micro_batch=""))
-    assert len(blank.priced) == len(known.priced) == len(STATED)
-    for one, before in zip(blank.priced, known.priced, strict=True):
+    assert len(blank.predicted_rows) == len(known.predicted_rows) == len(STATED)
+    for one, before in zip(blank.predicted_rows, known.predicted_rows, strict=True):
         at = one.row.layout
         assert at["microbatch"] * at["microbatches"] == pytest.approx(
             before.row.layout["microbatch"] * before.row.layout["microbatches"]
@@ -96,9 +96,11 @@ def test_what_is_resolved_is_the_fastest_that_fits(name: str) -> None:
     row = next(r for r in read_training_table(EXTRACT) if r["id"] == name)
     share = int(float(row["global_batch"]) / float(row["dp"]))
     sizes = [n for n in range(1, share + 1) if share % n == 0]
-    each = training_report([row | {"id": str(n), "micro_batch": str(n)} for n in sizes]).priced
+    each = training_report(
+        [row | {"id": str(n), "micro_batch": str(n)} for n in sizes]
+    ).predicted_rows
     fastest = min((p for p in each if p.fits), key=lambda p: p.step)
-    chosen = training_report([row | {"micro_batch": ""}]).priced[0]
+    chosen = training_report([row | {"micro_batch": ""}]).predicted_rows[0]
     assert chosen.row.resolved == {"micro_batch": fastest.row.id}
     assert chosen.step == pytest.approx(fastest.step)
 
@@ -153,7 +155,7 @@ def test_a_name_stands_for_dimensions_that_are_left_out() -> None:
 
 
 def test_eight_bits_are_reported_apart(found: ValidationReport) -> None:
-    kinds = {p.row.id: p.row.kind for p in found.priced}
+    kinds = {p.row.id: p.row.kind for p in found.predicted_rows}
     assert kinds["nemo2407-023"] == "H100 fp8"
     assert kinds["sc21t1-001"] == MAINSTREAM
     assert "other: H100 fp8" in found.groups
@@ -164,19 +166,19 @@ def test_equal_runs_are_scored_against_their_median() -> None:
     again = [rows[0] | {"id": "again", "measured_iter_s": "120.48"}]
     both = training_report(rows + again)
     middle = (float(rows[0]["measured_iter_s"]) + 120.48) / 2
-    assert [p.target for p in both.priced] == [pytest.approx(middle)] * 2
+    assert [p.target for p in both.predicted_rows] == [pytest.approx(middle)] * 2
     assert both.overall.kendall_tau is None  # one run is no ranking
 
 
 def test_regret_is_what_the_pick_loses() -> None:
     base = next(r for r in read_training_table(EXTRACT) if r["id"] == "vtrainN-001")
     slow = base | {"id": "slow", "tp": "8.0", "dp": "8.0", "measured_iter_s": "9.0"}
-    priced = training_report([base, slow]).priced
-    assert ranking(priced) == ([1.0], [0.0])
-    assert priced[0].target is not None
+    predicted_rows = training_report([base, slow]).predicted_rows
+    assert ranking(predicted_rows) == ([1.0], [0.0])
+    assert predicted_rows[0].target is not None
     swapped = [
-        dataclasses.replace(priced[0], target=9.0),
-        dataclasses.replace(priced[1], target=6.0),
+        dataclasses.replace(predicted_rows[0], target=9.0),
+        dataclasses.replace(predicted_rows[1], target=6.0),
     ]
     assert ranking(swapped) == ([-1.0], [pytest.approx(0.5)])
 

@@ -48,7 +48,7 @@ def test_topology_decides_what_four_more_gpus_bring(found: ServingValidationRepo
     predicted, measured = {}, {}
     for gpu in ("A100-SXM-80", "A100-PCIe-80"):
         runs: dict[tuple[float, float], dict[int, tuple[float, float]]] = {}
-        for p in found.priced:
+        for p in found.predicted_rows:
             if p.row.gpu == gpu and p.row.model == "llama-3-70b" and p.row.throughput:
                 by = runs.setdefault((p.row.prompt, p.row.output), {})
                 by[p.row.prices.gpus] = (p.throughput, p.row.throughput)
@@ -63,8 +63,8 @@ def test_topology_decides_what_four_more_gpus_bring(found: ServingValidationRepo
     assert predicted["A100-SXM-80"] > 1.5 * predicted["A100-PCIe-80"]
 
 
-def test_every_row_is_priced_or_has_its_reason(found: ServingValidationReport) -> None:
-    assert len(found.priced) + len(found.left_out) == len(found.ids)
+def test_every_row_is_estimated_or_has_its_reason(found: ServingValidationReport) -> None:
+    assert len(found.predicted_rows) + len(found.left_out) == len(found.ids)
     reasons = " | ".join(found.left_out.values())
     for words in ("linear attention", "dimensions", "number of workers", "MI250X"):
         assert words in reasons
@@ -75,8 +75,8 @@ def test_every_row_is_priced_or_has_its_reason(found: ServingValidationReport) -
 def test_other_gpus_are_reported_apart(found: ServingValidationReport) -> None:
     assert found.groups["other: B200-SXM-180"].rows_used == 2
     assert found.families["B200-SXM-180"].rows_used == 2
-    main_rows = sum(1 for p in found.priced if p.row.mainstream)
-    assert found.overall.rows_used == main_rows == len(found.priced) - 2
+    main_rows = sum(1 for p in found.predicted_rows if p.row.mainstream)
+    assert found.overall.rows_used == main_rows == len(found.predicted_rows) - 2
 
 
 def test_equal_runs_are_scored_against_their_median() -> None:
@@ -86,7 +86,7 @@ def test_equal_runs_are_scored_against_their_median() -> None:
         line | {"id": "b", "tpot_ms": "30"},
         line | {"id": "c", "tpot_ms": ""},
     ]
-    assert {p.row.id: p.targets["tpot"] for p in serving_report(twice).priced} == {
+    assert {p.row.id: p.targets["tpot"] for p in serving_report(twice).predicted_rows} == {
         "a": 0.02,
         "b": 0.02,
         "c": None,
@@ -178,10 +178,10 @@ def test_more_requests_at_once_give_more_tokens_more_slowly() -> None:
     rows = [
         parse_serving_row(_line(id=str(c), concurrency_or_batch=str(c))) for c in (1, 4, 16, 64)
     ]
-    priced = price_serving_rows([r for r in rows if not isinstance(r, str)])
-    assert [p.throughput for p in priced] == sorted(p.throughput for p in priced)
-    assert [p.tpot for p in priced] == sorted(p.tpot for p in priced)
-    assert all(getattr(p, field) > 0 for p in priced for field in FIELDS)
+    predicted_rows = price_serving_rows([r for r in rows if not isinstance(r, str)])
+    assert [p.throughput for p in predicted_rows] == sorted(p.throughput for p in predicted_rows)
+    assert [p.tpot for p in predicted_rows] == sorted(p.tpot for p in predicted_rows)
+    assert all(getattr(p, field) > 0 for p in predicted_rows for field in FIELDS)
 
 
 def test_what_does_not_fit_waits_for_a_place() -> None:
@@ -262,12 +262,12 @@ def test_a_server_at_its_limit_has_its_batch_full(row: tuple[str | float, ...]) 
     )  # fmt: skip
     known = parse_serving_row(line)
     assert not isinstance(known, str), known
-    (priced,) = price_serving_rows([known])
-    assert 1e3 * priced.tpot == pytest.approx(tpot, rel=0.25)
-    assert priced.throughput == pytest.approx(
+    (predicted_rows,) = price_serving_rows([known])
+    assert 1e3 * predicted_rows.tpot == pytest.approx(tpot, rel=0.25)
+    assert predicted_rows.throughput == pytest.approx(
         float(tokens) * int(str(tp)) / int(str(gpus)), rel=0.4
     )
     alone = parse_serving_row({**line, "mode": "agg", "isl": "294", "concurrency_or_batch": "8"})
     assert not isinstance(alone, str), alone
     (few,) = price_serving_rows([alone])
-    assert few.tpot < 0.7 * priced.tpot
+    assert few.tpot < 0.7 * predicted_rows.tpot

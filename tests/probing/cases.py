@@ -34,6 +34,6 @@ SMALL = dataclasses.replace(
 
 def probe(context: RankContext, **payload: Any) -> list[dict[str, Any]]:
     """The events of this rank."""
-    told: list[dict[str, Any]] = []
-    Probe(dataclasses.replace(context, _send=told.append), payload, SMALL).run()
-    return [event for event in told if "event" in event]
+    sent: list[dict[str, Any]] = []
+    Probe(dataclasses.replace(context, _send=sent.append), payload, SMALL).run()
+    return [event for event in sent if "event" in event]

@@ -49,32 +49,32 @@ class Recorded:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def _told(self, index: int, key: str) -> Any:
+    def _value(self, index: int, key: str) -> Any:
         value = self.devices[index].get(key, REFUSED)
         if value is REFUSED:
             raise NVMLError("Not Supported")
         return value
 
     def nvmlDeviceGetName(self, device: int) -> Any:
-        return self._told(device, "name")
+        return self._value(device, "name")
 
     def nvmlDeviceGetMemoryInfo(self, device: int) -> Any:
-        return types.SimpleNamespace(total=self._told(device, "memory"))
+        return types.SimpleNamespace(total=self._value(device, "memory"))
 
     def nvmlDeviceGetPciInfo(self, device: int) -> Any:
-        return types.SimpleNamespace(busId=self._told(device, "bus"))
+        return types.SimpleNamespace(busId=self._value(device, "bus"))
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, device: int) -> Any:
-        return self._told(device, "generation")
+        return self._value(device, "generation")
 
     def nvmlDeviceGetCurrPcieLinkWidth(self, device: int) -> Any:
-        return self._told(device, "width")
+        return self._value(device, "width")
 
     def nvmlDeviceGetNvLinkVersion(self, device: int, link: int) -> Any:
-        return self._told(device, "version")
+        return self._value(device, "version")
 
     def _link(self, device: int, link: int) -> Any:
-        links = self._told(device, "links")
+        links = self._value(device, "links")
         if link >= len(links):
             raise NVMLError("Invalid Argument")
         return links[link]

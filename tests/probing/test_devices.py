@@ -113,7 +113,7 @@ def test_cards_that_only_pcie_joins(tmp_path: Path) -> None:
     assert link.kind == "pcie-switch"
 
 
-def test_a_driver_that_refuses_is_told(tmp_path: Path) -> None:
+def test_a_driver_that_refuses_is_reported(tmp_path: Path) -> None:
     recorded = nvml.bridged_3090()
     for one in recorded.devices:
         one["width"] = one["memory"] = nvml.REFUSED
@@ -226,7 +226,7 @@ def test_the_text_says_what_was_taken_and_what_is_unknown(tmp_path: Path) -> Non
     assert "3%" in text
 
 
-def test_what_lies_between_products_is_told_both_ways(tmp_path: Path) -> None:
+def test_what_lies_between_products_is_reported_both_ways(tmp_path: Path) -> None:
     ways = tuple(
         MeasuredStream(operation=way, bytes=2**20, seconds=seconds)
         for way, seconds in (("forward", 4e-5), ("backward", 6e-5))

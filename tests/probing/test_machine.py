@@ -86,7 +86,7 @@ def test_auto_measures_once_in_the_quick_form(here: Here) -> None:
     assert here.count == 1
 
 
-def test_another_machine_is_measured_anew(here: Here) -> None:
+def test_another_machine_is_measured_again(here: Here) -> None:
     machine.named_cluster("auto")
     here.host = dataclasses.replace(HOST, load=1.5)
     machine.named_cluster("auto")
@@ -181,10 +181,10 @@ def test_a_machine_that_is_not_this_one(here: Here) -> None:
 def test_gpus_that_vanish(here: Here) -> None:
     recorded = nvml.dgx_a100()
     here.kind, here.found = "cuda", devices.read_nvml(recorded, Path("/nowhere"))
-    told = dataclasses.replace(
+    renamed = dataclasses.replace(
         MEASURED, device="cuda", devices=here.found.devices, pairs=here.found.pairs
     )
-    found = machine.measured_cluster(told)
+    found = machine.measured_cluster(renamed)
     machine.require_here(found)
     recorded.devices.pop()
     here.found = devices.read_nvml(recorded, Path("/nowhere"))
@@ -227,7 +227,7 @@ def test_json_ends_with_the_measurement(here: Here, capsys: pytest.CaptureFixtur
     assert MachineMeasurements.from_dict(last).host == HOST
 
 
-def test_files_that_cannot_be_written_are_told_before_anything_is_measured(
+def test_files_that_cannot_be_written_are_reported_before_anything_is_measured(
     here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locked = tmp_path / "locked"

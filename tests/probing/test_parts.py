@@ -110,7 +110,7 @@ def test_ranks_that_die_at_once_fail(monkeypatch: pytest.MonkeyPatch, ranks: lis
 
 
 @pytest.mark.train
-def test_nothing_can_be_priced_without_products(
+def test_nothing_can_be_estimated_without_products(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
     see(monkeypatch, HERE)

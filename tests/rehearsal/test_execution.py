@@ -112,7 +112,7 @@ def test_attention_chooses_the_kernel_that_torch_would(
     assert found == [flash, "efficient", "efficient", "efficient", flash]
 
 
-def test_an_error_in_a_worker_is_told_and_leaves_it_alive(inside: Inside) -> None:
+def test_an_error_in_a_worker_is_reported_and_leaves_it_alive(inside: Inside) -> None:
     with pytest.raises(HocketError, match="on purpose"):
         inside("crash")
     assert inside("groups")["backend"] == "nccl"

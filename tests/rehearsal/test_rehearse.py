@@ -297,7 +297,7 @@ def _enqueued(found: Rehearsed) -> dict[int, list[Any]]:
     }
 
 
-def test_a_job_that_hangs_is_told_with_its_cycle(found: Rehearsed) -> None:
+def test_a_job_that_hangs_is_reported_with_its_cycle(found: Rehearsed) -> None:
     """A rank that receives before it sends, where its neighbour does the same."""
     executed = copy.deepcopy(found.executed)
     for rank in executed.values():

@@ -52,7 +52,7 @@ def test_a_collective_inside_compute_is_waiting_and_then_communication() -> None
     assert alone.ranks[0]["communication"] == 3
 
 
-def test_what_runs_beside_compute_costs_only_what_stands_out() -> None:
+def test_what_overlaps_with_compute_costs_only_what_stands_out() -> None:
     timeline = Timeline.of(
         "measured",
         1,

@@ -202,7 +202,7 @@ def test_fingers_pinch_and_move(opened: Open, whole: Path) -> None:
     assert window(page)[0] < near[0]
 
 
-def test_what_is_under_the_pointer_is_told_with_its_units(opened: Open, whole: Path) -> None:
+def test_what_is_under_the_pointer_is_reported_with_its_units(opened: Open, whole: Path) -> None:
     page = opened(whole)
     page.query_selector(".board").scroll_into_view_if_needed()
     box = page.query_selector_all(".board canvas")[-1].bounding_box()
@@ -296,7 +296,9 @@ def test_the_legend_picks_a_kind_out(opened: Open, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_links_of_the_machine_are_drawn_and_told(tmp_path: Path, opened: Open, width: int) -> None:
+def test_links_of_the_machine_are_drawn_and_listed(
+    tmp_path: Path, opened: Open, width: int
+) -> None:
     path = make(tmp_path / "run", layout="dp2.tp2", machine=gpus(HOSTILE))
     page = opened(report(path), width)
     cells = page.locator("table.links td")

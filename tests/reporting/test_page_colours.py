@@ -77,7 +77,9 @@ def contrast(one: Colour, other: Colour) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("sight", sorted(SIGHT))
 @pytest.mark.parametrize("names", [KINDS, PARTS, MEMORY], ids=["kinds", "parts", "memory"])
-def test_no_two_of_a_legend_look_alike(scheme: str, sight: str, names: tuple[str, ...]) -> None:
+def test_no_two_of_a_legend_look_identically(
+    scheme: str, sight: str, names: tuple[str, ...]
+) -> None:
     colours = palettes()[scheme]
     seen = {name: lab(SIGHT[sight] @ colours[name]) for name in names}
     apart = {

@@ -130,7 +130,7 @@ def test_an_event_of_no_kind_is_drawn(tmp_path: Path) -> None:
     assert "idle" in report_text(read_run(path))
 
 
-def test_why_nothing_was_predicted_is_told(tmp_path: Path) -> None:
+def test_why_nothing_was_predicted_is_reported(tmp_path: Path) -> None:
     path = make(tmp_path / "run", predicted=False)
     (path / "forecast.json").write_text(Forecast.none("dp1", "no probe").to_json())
     record = read_run(path)
@@ -180,7 +180,7 @@ def test_a_prediction_of_the_pipeline_alone_goes_to_every_rank() -> None:
 
 
 @pytest.mark.parametrize("load", [0.0, 1.2])
-def test_a_disturbed_probe_is_told(tmp_path: Path, load: float) -> None:
+def test_a_disturbed_probe_is_reported(tmp_path: Path, load: float) -> None:
     made = gpus()
     machine = dataclasses.replace(made, host=dataclasses.replace(made.host, load=load))
     notes = read_run(make(tmp_path / "run", machine=machine)).notes

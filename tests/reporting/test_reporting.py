@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_left_out_but_kinds_stay() -> None:
     assert "0█" in drawn(timeline_text(some, 60))[0]  # the number alone fits
 
 
-def test_stages_that_share_a_rank_are_told_apart() -> None:
+def test_stages_that_share_a_rank_are_distinguished() -> None:
     text = timeline_text(simulate(build_schedule(Layout(pp=2, virtual_stages=2), 2)), 100)
     assert "0F0" in text
     assert "2B1" in text
@@ -96,7 +96,7 @@ def test_no_line_is_wider_than_asked() -> None:
 ROW = {"name": "all-reduce", "axis": "dp", "phase": "step", "count": 2, "bytes": 12345678}
 
 
-def test_collectives_beside_theory() -> None:
+def test_collectives_compared_with_theory() -> None:
     text = collectives_text([{**ROW, "expected_count": 2, "expected_bytes": 12345678}])
     assert "12,345,678" in text
     assert text.endswith("every count and every byte as in theory")
@@ -134,7 +134,7 @@ def test_columns_are_what_a_terminal_draws() -> None:
     ]
 
 
-def test_predicted_beside_measured() -> None:
+def test_predicted_compared_with_measured() -> None:
     schedule = build_schedule(Layout(pp=2), 4)
     measured = simulate(schedule, Prices.uniform(2, forward=2.0, backward=4.0))
     text = compare_text(measured, simulate(schedule))

@@ -135,7 +135,7 @@ def test_the_words_are_read_back_equal() -> None:
     assert not ServingForecast.none("dp1", "no reason").known
 
 
-def test_predictions_stand_beside_what_was_measured_at_its_own_batch_and_context(
+def test_predictions_are_next_to_what_was_measured_at_its_own_batch_and_context(
     tmp_path: Path,
 ) -> None:
     found = served.read_served(folder(tmp_path))
@@ -279,11 +279,11 @@ def test_there_is_no_trace_without_a_recorded_window(
 def test_curves_stand_in_numbers_too(tmp_path: Path) -> None:
     found = served.read_served(folder(tmp_path))
     page = served_page([found], version="0", made="now")
-    told = "".join(f"<td>{cell}</td>" for cell in served.load_rows([LOAD])[0])
+    cells = "".join(f"<td>{cell}</td>" for cell in served.load_rows([LOAD])[0])
     several = served.load_curves(found)
     assert several
     assert page.count("<th>at once</th>") == len(several)
-    assert page.count(f"<tr>{told}</tr>") == sum(loads.count(LOAD) for _, loads in several) > 0
+    assert page.count(f"<tr>{cells}</tr>") == sum(loads.count(LOAD) for _, loads in several) > 0
 
 
 def test_an_axis_names_thousands_in_full() -> None:

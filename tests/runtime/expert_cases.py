@@ -80,10 +80,10 @@ def experts(
     wanted.backward(gradient)
 
     placements = {n: Placement.whole(n, tuple(p.shape)) for n, p in holder.named_parameters()}
-    alike = mesh.axis("tp") if where.tp > 1 else Axis("tp")
+    token_axis = mesh.axis("tp") if where.tp > 1 else Axis("tp")
     apply_expert_parallel(
         holder, plan, placements,
-        experts=mesh.axis("expert"), tokens=alike, recorder=mesh.recorder,
+        experts=mesh.axis("expert"), tokens=token_axis, recorder=mesh.recorder,
     )  # fmt: skip
     if gathered:
         holder.experts.config._experts_implementation = "grouped_mm"

@@ -335,7 +335,7 @@ def test_random_streams_leave_a_model_without_dropout_alone() -> None:
 
 
 @pytest.mark.torch
-def test_random_streams_of_slices_are_each_ranks_own_and_shared_where_all_compute_alike() -> None:
+def test_random_streams_of_slices_are_each_ranks_own_and_shared_where_replicated() -> None:
     from hocket.runtime.random import Streams
 
     drawn = []
@@ -347,13 +347,13 @@ def test_random_streams_of_slices_are_each_ranks_own_and_shared_where_all_comput
         streams.enter_sharded()  # heads are in parts as everything else is
         second = torch.rand(2)
         streams.leave_sharded()
-        streams.enter_alike()
-        alike = torch.rand(2)
+        streams.enter_replicated()
+        replicated = torch.rand(2)
         streams.leave_sharded()
         third = torch.rand(2)
         streams.enter_layer(3)
         assert torch.equal(torch.rand(6), torch.cat([first, second, third]))
-        drawn.append((first, second, third, alike))
+        drawn.append((first, second, third, replicated))
     assert torch.equal(drawn[0][3], drawn[1][3])
     for one, other in zip(drawn[0][:3], drawn[1][:3], strict=True):
         assert not torch.equal(one, other)

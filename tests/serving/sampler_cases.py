@@ -50,16 +50,16 @@ def admissions(samplings: Sequence[dict[str, Any]], first: int = 0) -> list[Admi
     ]
 
 
-def decode_plan(number: int, slots: Sequence[int], length: int, **told: Any) -> StepPlan:
+def decode_plan(number: int, slots: Sequence[int], length: int, **settings: Any) -> StepPlan:
     """One token for each slot whose sequence is of `length` with it."""
     rows = [BatchRow(slot, length - 1, 1, LAST) for slot in slots]
-    return StepPlan(number, rows, [7] * len(rows), **told)
+    return StepPlan(number, rows, [7] * len(rows), **settings)
 
 
-def prompt_plan(number: int, slot: int, beside: int) -> StepPlan:
+def prompt_plan(number: int, slot: int, decoding_slot: int) -> StepPlan:
     """A row without logits, a chunk with all of them, the last chunk of a prompt, and a token."""
     rows = [
-        BatchRow(beside, 50, 1, LAST),
+        BatchRow(decoding_slot, 50, 1, LAST),
         BatchRow(slot, 0, 5, ALL, next_token=9),
         BatchRow(slot + 1, 5, 4, ALL),
         BatchRow(slot + 2, 0, 3, NONE),
@@ -71,19 +71,19 @@ def run(sampler: Any, vocabulary: int, dtype: str, part: slice) -> list[Any]:
     """Several steps of one sampler on its part of the logits: what it told."""
     slots = list(range(len(MIXED)))
     first = decode_plan(0, slots, len(PROMPT), admitted=admissions(MIXED))
-    told = []
+    settings = []
     for number in range(4):
         plan = first if number == 0 else decode_plan(number, slots, len(PROMPT) + number)
         sampler.begin(plan)
         logits = logits_of(plan.num_logits, vocabulary, 50 + number, dtype)
-        told.append(plain(sampler.sample(logits[:, part], plan)))
+        settings.append(plain(sampler.sample(logits[:, part], plan)))
     sampler.begin(
         decode_plan(4, (), 0, admitted=admissions([{"prompt_logprobs": n} for n in (4, 0, 1)], 20))
     )
     plan = prompt_plan(4, 20, 1)
     logits = logits_of(plan.num_logits, vocabulary, 60, dtype)
-    told.append(plain(sampler.sample(logits[:, part], plan)))
-    return told
+    settings.append(plain(sampler.sample(logits[:, part], plan)))
+    return settings
 
 
 def plain(result: Any) -> Any:

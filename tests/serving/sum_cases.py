@@ -92,7 +92,7 @@ def bereaved(context: RankContext) -> str:
     try:
         sums(torch.ones(4))
     except PeerLost as error:
-        context.emit({"event": "told", "text": str(error)})
+        context.emit({"event": "noticed", "text": str(error)})
     time.sleep(30)
     return ""
 

@@ -103,7 +103,7 @@ def test_one_that_waits_for_a_frame_sends_what_is_left_meanwhile(
     assert found == {0: big + b"\x01", 1: big + b"\x00"}
 
 
-def test_a_closed_end_is_told_after_what_it_said(pair: tuple[Channel, Channel]) -> None:
+def test_a_closed_end_is_reported_after_what_it_said(pair: tuple[Channel, Channel]) -> None:
     left, right = pair
     left.send(b"last words")
     left.close()
@@ -140,6 +140,6 @@ def test_only_who_knows_the_secret_comes_in(tmp_path: Path) -> None:
         connect(tmp_path / "door", TOKEN)
 
 
-def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_is_reported(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="100 characters"):
         ChannelListener(tmp_path / ("x" * 120), TOKEN)

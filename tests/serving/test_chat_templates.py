@@ -215,7 +215,7 @@ def both(theirs: Any, form: str, chat: list[dict[str, Any]], **options: Any) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_chats_are_written_alike(form: str, theirs: Any) -> None:
+def test_chats_are_written_identically(form: str, theirs: Any) -> None:
     written = 0
     for name, chat in CHATS.items():
         for tools in (None, TOOLS):
@@ -230,7 +230,7 @@ def test_chats_are_written_alike(form: str, theirs: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("begun", ["The answer is", "It is ", " So", "What"])
-def test_answers_are_continued_alike(form: str, begun: str, theirs: Any) -> None:
+def test_answers_are_continued_identically(form: str, begun: str, theirs: Any) -> None:
     chat = [USER, {"role": "assistant", "content": begun}]
     wanted, found = both(theirs, form, chat, last=True)
     assert wanted is not None
@@ -251,13 +251,13 @@ def test_answers_are_continued_alike(form: str, begun: str, theirs: Any) -> None
     ],
     ids=["syntax", "break", "brackets", "ifs", "sum", "loops", "digits"],
 )
-def test_what_is_no_template_is_told(text: str) -> None:
-    with pytest.raises(ModelError, match="the chat template 'default' cannot be read") as told:
+def test_what_is_no_template_is_reported(text: str) -> None:
+    with pytest.raises(ModelError, match="the chat template 'default' cannot be read") as raised:
         ChatTemplates({"default": text})
-    assert told.value.hint == "--chat-template-file FILE"
+    assert raised.value.hint == "--chat-template-file FILE"
 
 
-def test_a_template_file_of_other_bytes_is_told(tmp_path: Path) -> None:
+def test_a_template_file_of_other_bytes_is_reported(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"cannot be read: .*chat_template.jinja: 'utf-8' codec"):
         ChatTemplates.read(tmp_path)

@@ -160,7 +160,7 @@ def test_buckets_keep_what_sorting_keeps(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["peaked", "rounded", "rough"])
-def test_rows_done_whole_are_drawn_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_done_whole_are_drawn_identically(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hocket.serving.engine import draw
 
     logits = a_row(kind, V)
@@ -185,7 +185,7 @@ def test_rows_done_whole_are_drawn_alike(kind: str, monkeypatch: pytest.MonkeyPa
         assert (quick > 0).equal(whole > 0)
 
 
-def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
+def test_a_row_is_drawn_identically_alone_and_among_others() -> None:
     import torch
 
     from hocket.serving.engine.draw import Choices, draw_tokens, uniform
@@ -292,7 +292,7 @@ def test_extremes(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_that_are_no_numbers_are_told_and_harm_no_other(bad: float) -> None:
+def test_rows_that_are_no_numbers_are_reported_and_harm_no_other(bad: float) -> None:
     import torch
 
     from hocket.serving.engine.draw import Choices, draw_tokens

@@ -440,7 +440,7 @@ def test_a_replica_whose_parent_hangs_up_leaves(tmp_path: Path) -> None:
     assert not world.errors
 
 
-def test_a_rank_that_fails_ends_the_replica_and_every_stream_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_replica_and_every_stream_is_reported(tmp_path: Path) -> None:
     def before(rank: int, plan: StepPlan) -> None:
         if rank == 1 and plan.number == 5:
             raise RuntimeError("a fault of ours")
@@ -520,7 +520,7 @@ def test_prompt_logprobs_come_in_order_however_the_prompt_is_cut(tmp_path: Path)
     assert found.tokens == answer(tokens, 2)
 
 
-def test_a_replica_that_dies_as_it_is_greeted_is_told_once(
+def test_a_replica_that_dies_as_it_is_greeted_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it left unread resets the connection; nobody is left to be told of that in print."""
@@ -587,7 +587,7 @@ def test_outputs_that_nobody_reads_are_merged(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_tokens_without_text_of_their_own_are_told_too(tmp_path: Path) -> None:
+def test_tokens_without_text_of_their_own_are_reported_too(tmp_path: Path) -> None:
     """As bytes of a character that is not whole; whoever wants ids gets all of them."""
 
     async def main() -> None:

@@ -209,17 +209,17 @@ def test_a_timeline_shows_chunks_of_one_prompt_in_both_stages_at_once(
     assert 0 < timeline.bubble < 1
 
 
-def test_one_text_stops_at_a_string_and_progress_is_told(ranks: RankPool, folder: Path) -> None:
-    told: list[tuple[int, str]] = []
+def test_one_text_stops_at_a_string_and_progress_is_reported(ranks: RankPool, folder: Path) -> None:
+    streamed: list[tuple[int, str]] = []
     with serving(ranks, folder, "dp1") as llm:
         (free,) = llm.generate("12", SamplingParams(max_new_tokens=20, ignore_eos=True))
         (same,) = llm.generate(
             "12",
             SamplingParams(max_new_tokens=20, ignore_eos=True),
-            on_text=lambda *a: told.append(a),
+            on_text=lambda *a: streamed.append(a),
         )
         assert same.tokens == free.tokens
-        assert "".join(text for _, text in told) == same.text
+        assert "".join(text for _, text in streamed) == same.text
         stop = free.tokens[5]
         (ended,) = llm.generate("12", SamplingParams(max_new_tokens=20, stop_tokens=(stop,)))
         assert ended.finish_reason == "stop"

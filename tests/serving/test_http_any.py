@@ -66,9 +66,9 @@ def test_what_cannot_be_is_refused_and_the_next_succeeds(server: Live, name: str
     else:
         status, _, answer = server.post(path, body)
     assert status == expected, answer[:500]
-    told = error(answer)
-    assert 0 < len(told["message"]) < 2000
-    assert told["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    failure = error(answer)
+    assert 0 < len(failure["message"]) < 2000
+    assert failure["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     well(server)
 
 
@@ -197,7 +197,7 @@ def test_a_model_without_a_template_says_what_helps() -> None:
         well(server)
 
 
-def test_deadlines_lost_replicas_and_faults_are_told() -> None:
+def test_deadlines_lost_replicas_and_faults_are_reported() -> None:
     from hocket.serving.front.client import ReplicaLost
     from hocket.serving.request import Output
 
@@ -236,11 +236,11 @@ def test_deadlines_lost_replicas_and_faults_are_told() -> None:
                 assert b"secret" not in body
             replica.outputs = (half, end)
             found, _, body = server.post(PLAIN, {**NORMAL, "stream": True})
-            told = events(body)
+            failure = events(body)
             assert found == 200
-            assert told[0]["choices"][0]["text"] == "hi"
-            assert told[-2]["error"]["code"] == code
-            assert told[-1] == "[DONE]"
+            assert failure[0]["choices"][0]["text"] == "hi"
+            assert failure[-2]["error"]["code"] == code
+            assert failure[-1] == "[DONE]"
 
 
 def test_a_server_that_starts_or_ends_says_so() -> None:
@@ -317,7 +317,7 @@ def test_other_protocols_are_not_spoken(server: Live) -> None:
     well(server)
 
 
-def test_too_many_requests_and_connections_are_told() -> None:
+def test_too_many_requests_and_connections_are_reported() -> None:
     replica = FakeReplica(delay=0.05, length=10_000, max_queue=100)
     with live(replica, max_requests=3, max_connections=12) as server:
         data = json.dumps({"prompt": "x", "max_tokens": 200}).encode()

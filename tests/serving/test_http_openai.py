@@ -235,9 +235,9 @@ def test_echo_and_logprobs(ai: Any) -> None:
     assert logprobs.top_logprobs[1] == {"b": -0.25}
     chunks = list(ai.completions.create(**options, logprobs=1, stream=True))
     assert "".join(c.choices[0].text for c in chunks) == "abcab"
-    told = [token for c in chunks for token in c.choices[0].logprobs.tokens]
+    logged = [token for c in chunks for token in c.choices[0].logprobs.tokens]
     offsets = [offset for c in chunks for offset in c.choices[0].logprobs.text_offset]
-    assert (told, offsets) == (["a", "b", "c", "a", "b"], [0, 1, 2, 3, 4])
+    assert (logged, offsets) == (["a", "b", "c", "a", "b"], [0, 1, 2, 3, 4])
     # The likelihood of a text alone, as evaluations ask for it.
     none = ai.completions.create(**{**options, "max_tokens": 0}, logprobs=1).choices[0]
     assert none.text == "abc"
@@ -248,9 +248,9 @@ def test_echo_and_logprobs(ai: Any) -> None:
 
 def test_a_character_of_several_tokens_moves_offsets_once(ai: Any) -> None:
     options = {"model": MODEL, "prompt": "a\N{EURO SIGN}b", "max_tokens": 0, "echo": True}
-    told = ai.completions.create(**options, logprobs=0).choices[0]
+    logged = ai.completions.create(**options, logprobs=0).choices[0]
     (chunk,) = ai.completions.create(**options, logprobs=0, stream=True)
-    for found in (told, chunk.choices[0]):
+    for found in (logged, chunk.choices[0]):
         assert found.text == "a\N{EURO SIGN}b"
         assert found.logprobs.text_offset == [0, 1, 1, 1, 2]
 

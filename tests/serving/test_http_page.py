@@ -112,7 +112,7 @@ def test_a_key_is_asked_for_and_used(page: Any) -> None:
         assert server.replica.seen[-1].user == "me"
 
 
-def test_an_error_is_told_in_the_talk(page: Any, server: Live) -> None:
+def test_an_error_is_reported_in_the_talk(page: Any, server: Live) -> None:
     page.goto(server.url)
     ask(page, "x" * 2000)
     page.wait_for_selector("article.assistant .bad")
@@ -141,8 +141,8 @@ def test_a_server_that_is_gone_is_named_and_the_message_is_kept(page: Any) -> No
         page.route("**/v1/**", lambda route: route.abort())
         ask(page, "are you there?")
         page.wait_for_selector("article.assistant .bad")
-        told = page.locator("article.assistant .bad").text_content()
-        assert told == "The server does not answer."
+        shown = page.locator("article.assistant .bad").text_content()
+        assert shown == "The server does not answer."
         assert page.input_value("#prompt") == "are you there?"
 
 

@@ -64,9 +64,9 @@ def test_what_is_computed_when_it_is_compiled_ends(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.serving.front.renderer.START", 1.5)
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as raised:
         Renderer({"default": text}, {}, seconds=0.5)
-    assert told.value.hint == "--chat-template-file FILE"
+    assert raised.value.hint == "--chat-template-file FILE"
 
 
 def test_it_renders_as_templates_do() -> None:

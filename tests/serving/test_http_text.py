@@ -84,10 +84,10 @@ def test_pieces_add_up_to_the_text(
 ) -> None:
     ids = words.encode(text * repeated, special=False)
     pieces = TextPieces(words.decode)
-    told = [pieces.extend(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(told)
-    told.append(pieces.end())
-    assert "".join(told) == pieces.text == words.decode(ids)
+    streamed = [pieces.extend(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(streamed)
+    streamed.append(pieces.end())
+    assert "".join(streamed) == pieces.text == words.decode(ids)
 
 
 @given(st.lists(st.integers(0, 255), max_size=120))
@@ -99,8 +99,8 @@ def test_any_bytes_become_text_and_none_is_lost(ids: list[int]) -> None:
         return bytes(some).decode(errors="replace")
 
     pieces = TextPieces(decode)
-    told = "".join(pieces.add(token) for token in ids) + pieces.end()
-    assert told == bytes(ids).decode(errors="replace")
+    streamed = "".join(pieces.add(token) for token in ids) + pieces.end()
+    assert streamed == bytes(ids).decode(errors="replace")
     assert max(calls, default=0) <= 64, "the cost of a token grows with the text"
 
 
@@ -108,10 +108,10 @@ def test_any_bytes_become_text_and_none_is_lost(ids: list[int]) -> None:
 def test_any_tokens_of_a_byte_fallback_vocabulary(ids: list[int]) -> None:
     words = FALLBACK
     pieces = TextPieces(words.decode)
-    told = "".join(pieces.add(token) for token in ids) + pieces.end()
+    streamed = "".join(pieces.add(token) for token in ids) + pieces.end()
     whole = words.decode(ids)
-    if "\N{REPLACEMENT CHARACTER}" not in whole + told:
-        assert told == whole
+    if "\N{REPLACEMENT CHARACTER}" not in whole + streamed:
+        assert streamed == whole
 
 
 FALLBACK = fallback_words()
@@ -132,20 +132,20 @@ def first_stop(text: str, strings: list[str]) -> tuple[str, str | None]:
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
 )
 def test_stop_strings_end_a_text_where_they_begin(parts: list[str], strings: list[str]) -> None:
-    stops, told, found = StopStrings(strings), "", None
+    stops, streamed, found = StopStrings(strings), "", None
     whole = "".join(parts)
     for part in parts:
         text, found = stops.feed(part)
-        told += text
-        assert whole.startswith(told)
+        streamed += text
+        assert whole.startswith(streamed)
         if found is not None:
             break
     else:
-        told += stops.end()
-    assert (told, found) == first_stop(whole, strings)
+        streamed += stops.end()
+    assert (streamed, found) == first_stop(whole, strings)
 
 
-def test_what_cannot_become_a_stop_string_is_told_at_once() -> None:
+def test_what_cannot_become_a_stop_string_is_reported_at_once() -> None:
     stops = StopStrings(["stop", "other"])
     assert stops.feed("a st") == ("a ", None)
     assert stops.feed("ep s") == ("step ", None)
@@ -300,17 +300,17 @@ def test_calls_are_found_in_the_text(
 ) -> None:
     tools = Tools.read([WEATHER], None, ChatTemplates({"default": template}))
     found = ToolText(tools)
-    told = "".join(found.feed(text[i : i + size]) for i in range(0, len(text), size))
-    told += found.end()
-    assert told == said
+    streamed = "".join(found.feed(text[i : i + size]) for i in range(0, len(text), size))
+    streamed += found.end()
+    assert streamed == said
     assert [call.name for call in found.calls] == ["weather"] * calls
 
 
 def test_a_call_without_end_is_text_and_bounded() -> None:
     tools = Tools.read([WEATHER], None, ChatTemplates({"default": "tools <tool_call>"}))
     found = ToolText(tools)
-    told = found.feed("<tool_call>") + "".join(found.feed("x" * 1000) for _ in range(200))
-    assert told + found.end() == "<tool_call>" + "x" * 200_000
+    streamed = found.feed("<tool_call>") + "".join(found.feed("x" * 1000) for _ in range(200))
+    assert streamed + found.end() == "<tool_call>" + "x" * 200_000
 
 
 def test_tools_without_a_template_for_them_are_refused() -> None:

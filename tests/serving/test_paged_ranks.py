@@ -44,12 +44,14 @@ def test_split_runners_equal_the_whole_model(ranks: RankPool, tmp_path: Path) ->
         for number, (family, layout) in enumerate(cases):
             rows = [result[number] for result in results]
             assert [row[:2] for row in rows] == [[family, layout]] * size
-            told = [row[2] for row in rows if row[2] is not None]
-            assert len(told) == Layout.parse(layout).tp
+            differences = [row[2] for row in rows if row[2] is not None]
+            assert len(differences) == Layout.parse(layout).tp
             if family == "mixtral":
-                beyond += [f"{layout} {off:.2g}" for off in (max(told), rows[-1][4]) if off >= 1e-5]
+                beyond += [
+                    f"{layout} {off:.2g}" for off in (max(differences), rows[-1][4]) if off >= 1e-5
+                ]
             else:
-                assert max(told) < 1e-5, (family, layout, told)
+                assert max(differences) < 1e-5, (family, layout, differences)
             heads[family, layout] = [row[3] for row in rows]
     assert heads["llama", "tp2"] == [[1], [1]]
     assert heads["llama", "tp4"] == [[1]] * 4  # two heads, each held by two ranks
@@ -77,9 +79,9 @@ def test_weights_in_bfloat16_are_all_that_is_rounded(ranks: RankPool, tmp_path: 
             folder=str(tmp_path), cases=[(family, layout) for family in families], dtype="bf16",
         )  # fmt: skip
         for number, family in enumerate(families):
-            told = [result[number][2] for result in results if result[number][2] is not None]
-            assert len(told) == Layout.parse(layout).tp
-            assert max(told) < 1e-5, (family, layout, told)
+            differences = [result[number][2] for result in results if result[number][2] is not None]
+            assert len(differences) == Layout.parse(layout).tp
+            assert max(differences) < 1e-5, (family, layout, differences)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

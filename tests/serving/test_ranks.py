@@ -119,14 +119,14 @@ def test_generate_takes_padded_rows_where_pages_cannot_hold_a_model(
 
     from hocket.jobs.generate import generate_texts
 
-    told: list[tuple[int, str]] = []
+    streamed: list[tuple[int, str]] = []
     found = generate_texts(
         str(folder / "bloom"), ["12", "3456"], layout="pp2", tokenizer="bytes", max_new_tokens=8,
-        launcher=ranks.launcher, on_text=lambda row, text: told.append((row, text)),
+        launcher=ranks.launcher, on_text=lambda row, text: streamed.append((row, text)),
     )  # fmt: skip
     model = whole_model("bloom")
     for row, one in enumerate(found):
         ids = torch.tensor([list(one.prompt_tokens)])
         theirs = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
         assert list(one.tokens) == [token for token in theirs if token != 2]
-        assert "".join(text for number, text in told if number == row) == one.text
+        assert "".join(text for number, text in streamed if number == row) == one.text

@@ -55,7 +55,7 @@ def test_outputs_come_back_from_json() -> None:
     assert Output(id="a", tokens=[1]).to_json() == {"id": "a", "tokens": [1]}
 
 
-def test_only_what_differs_is_told() -> None:
+def test_only_what_differs_is_reported() -> None:
     assert SamplingParams(temperature=0.5).to_json() == {"temperature": 0.5}
 
 

@@ -145,7 +145,7 @@ def test_the_salt_keeps_prefixes_apart() -> None:
     assert max(held for _, held in found.order(request(*range(32), salt="one"))) == 31
 
 
-def test_a_full_replica_passes_a_request_on_and_the_last_refusal_is_told() -> None:
+def test_a_full_replica_passes_a_request_on_and_the_last_refusal_is_reported() -> None:
     def full() -> RequestRefused:
         return RequestRefused("full", kind="full", retry_after=2.0)
 

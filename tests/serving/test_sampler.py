@@ -121,8 +121,8 @@ def test_penalties_follow_the_tokens_and_survive_preemption() -> None:
 
     options = {"repetition_penalty": 1.8, "frequency_penalty": 0.7, "presence_penalty": 0.2}
     sampler, resumed = a_sampler(), a_sampler()
-    told = cases.admissions([options, {}, options])
-    for admission in told:
+    settings = cases.admissions([options, {}, options])
+    for admission in settings:
         sampler.admit(admission)
     said: list[int] = []
     other: list[int] = []
@@ -174,16 +174,16 @@ def test_plain_greedy_rows_are_argmax(dtype: str) -> None:
 
 
 @pytest.mark.torch
-def test_a_request_is_sampled_alike_alone_and_among_63_others() -> None:
+def test_a_request_is_sampled_identically_alone_and_among_63_others() -> None:
     import torch
 
     generator = torch.Generator().manual_seed(1)
     options = [cases.MIXED[i % len(cases.MIXED)] for i in range(64)]
-    told = cases.admissions(options)
+    settings = cases.admissions(options)
     logits = cases.logits_of(64, V, 2)
     kept = logits.clone()
     alone = []
-    for i, admission in enumerate(told):
+    for i, admission in enumerate(settings):
         sampler = a_sampler()
         sampler.admit(admission)
         alone.append(cases.plain(sampler.sample(logits[i : i + 1], cases.decode_plan(0, [i], 60))))
@@ -191,7 +191,7 @@ def test_a_request_is_sampled_alike_alone_and_among_63_others() -> None:
         order = torch.randperm(64, generator=generator).tolist()
         sampler = a_sampler()
         for i in order:
-            sampler.admit(told[i])
+            sampler.admit(settings[i])
         result = sampler.sample(logits[order], cases.decode_plan(0, order, 60))
         assert not result.failed
         for place, i in enumerate(order):
@@ -239,14 +239,14 @@ def test_log_probabilities_are_those_of_log_softmax_of_the_raw_logits() -> None:
     sampler = a_sampler()
     count = 6
     options = {"logit_bias": ((11, 100.0),), "repetition_penalty": 1.5, "temperature": 2.0}
-    told = [{"logprobs": n, **(options if n % 2 else {})} for n in (0, 1, 2, 5, 20, 3)]
-    for admission in cases.admissions(told):
+    settings = [{"logprobs": n, **(options if n % 2 else {})} for n in (0, 1, 2, 5, 20, 3)]
+    for admission in cases.admissions(settings):
         sampler.admit(admission)
     logits = cases.logits_of(count, V, 8)
     logits[4, 10:] = -math.inf
     result = sampler.sample(logits, cases.decode_plan(0, list(range(count)), 50))
     wanted = logits.double().log_softmax(-1)
-    for place, options in enumerate(told):
+    for place, options in enumerate(settings):
         one = result.logprobs[place]
         assert one.token == result.tokens[place]
         assert one.logprob == pytest.approx(float(wanted[place, one.token]), abs=2e-6)
@@ -257,7 +257,7 @@ def test_log_probabilities_are_those_of_log_softmax_of_the_raw_logits() -> None:
 
 
 @pytest.mark.torch
-def test_prompt_log_probabilities_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_log_probabilities_are_reported_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     from hocket.serving.engine import device_sampler, logprobs
 
     monkeypatch.setattr(device_sampler, "_SLICE_BYTES", 2**21)  # a GPU takes more at once
@@ -273,8 +273,8 @@ def test_prompt_log_probabilities_are_told_in_slices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(logprobs, "logits_summary", measured)
     for dtype in ("float32", "bfloat16"):
         sampler = a_sampler(50_000)
-        told = [{}, {"prompt_logprobs": 3}, {"prompt_logprobs": 0}, {}]
-        for admission in cases.admissions(told):
+        settings = [{}, {"prompt_logprobs": 3}, {"prompt_logprobs": 0}, {}]
+        for admission in cases.admissions(settings):
             sampler.admit(admission)
         rows = [
             BatchRow(0, 50, 1, LAST),
@@ -305,17 +305,17 @@ def test_prompt_log_probabilities_are_told_in_slices(monkeypatch: pytest.MonkeyP
 @pytest.mark.torch
 def test_logits_that_are_no_numbers_fail_their_request_and_no_other() -> None:
     sampler = a_sampler()
-    told = [*cases.MIXED, {}, {"logprobs": 2}, {"prompt_logprobs": 2}]
-    for admission in cases.admissions(told):
+    settings = [*cases.MIXED, {}, {"logprobs": 2}, {"prompt_logprobs": 2}]
+    for admission in cases.admissions(settings):
         sampler.admit(admission)
-    slots = list(range(len(told)))
-    logits = cases.logits_of(len(told), V, 5)
+    slots = list(range(len(settings)))
+    logits = cases.logits_of(len(settings), V, 5)
     good = sampler.sample(logits.clone(), cases.decode_plan(0, slots, 60))
     assert not good.failed
     for bad in (math.nan, math.inf, -math.inf):
-        for row in range(len(told)):
+        for row in range(len(settings)):
             fresh = a_sampler()
-            for admission in cases.admissions(told):
+            for admission in cases.admissions(settings):
                 fresh.admit(admission)
             ruined = logits.clone()
             ruined[row, 123 if bad != -math.inf else slice(None)] = bad
@@ -329,12 +329,12 @@ def test_logits_that_are_no_numbers_fail_their_request_and_no_other() -> None:
             result.encode()
     # what has failed stays so until it is released
     assert list(fresh.sample(logits, cases.decode_plan(0, slots, 61)).failed) == [row]
-    fresh.admit(cases.admissions(told)[row])
+    fresh.admit(cases.admissions(settings)[row])
     assert not fresh.sample(logits, cases.decode_plan(0, slots, 61)).failed
 
 
 @pytest.mark.torch
-def test_prompt_log_probabilities_of_no_numbers_are_told_as_minus_infinity() -> None:
+def test_prompt_log_probabilities_of_no_numbers_are_reported_as_minus_infinity() -> None:
     sampler = a_sampler(100)
     sampler.begin(
         cases.decode_plan(0, (), 0, admitted=cases.admissions([{"prompt_logprobs": 2}] * 22))
@@ -373,7 +373,7 @@ def test_a_slot_is_forgotten_before_it_is_given_again() -> None:
 def test_extreme_biases_and_penalties() -> None:
     """A vocabulary of three, biases of +-100, penalties at their ends."""
     sampler = a_sampler(3)
-    told = [
+    settings = [
         {"logit_bias": ((0, 100.0), (1, -100.0), (2, -100.0)), "temperature": 5.0},
         {"logit_bias": ((0, -100.0), (1, -100.0), (2, -100.0)), "temperature": 1e-6},
         {"repetition_penalty": 1e-6, "temperature": 1.0, "top_p": 1e-9},
@@ -382,11 +382,11 @@ def test_extreme_biases_and_penalties() -> None:
         {"stop": (0, 1, 2), "min_new_tokens": 50},
         {"stop": (0, 2), "min_new_tokens": 50},
     ]
-    for admission in cases.admissions(told):
+    for admission in cases.admissions(settings):
         sampler.admit(admission)
-    logits = cases.logits_of(len(told), 3, 1)
+    logits = cases.logits_of(len(settings), 3, 1)
     for length in range(len(cases.PROMPT), len(cases.PROMPT) + 40):
-        result = sampler.sample(logits, cases.decode_plan(0, list(range(len(told))), length))
+        result = sampler.sample(logits, cases.decode_plan(0, list(range(len(settings))), length))
         # of a row whose every token ends it and must not, nothing can be chosen
         assert list(result.failed) == [5]
         assert result.tokens[0] == 0
@@ -408,7 +408,9 @@ def test_split_vocabularies_choose_what_a_whole_one_does(ranks: Any, kind: str) 
         found = ranks.run("tests.serving.sampler_cases:split", world, cases=splits, kind=kind)
         for i, (vocabulary, _, dtype) in enumerate(splits):
             wanted = cases.run(a_sampler(vocabulary), vocabulary, dtype, slice(None))
-            assert all(told == [None] * 5 for told in (found[r][i] for r in range(1, world)))
+            assert all(
+                settings == [None] * 5 for settings in (found[r][i] for r in range(1, world))
+            )
             for mine, whole in zip(found[0][i], wanted, strict=True):
                 compare(mine, whole)
 

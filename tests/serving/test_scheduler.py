@@ -86,8 +86,8 @@ class Replica:
             self.tokens[output.id] += output.tokens
             self.prompt[output.id] += output.prompt_logprobs or []
             if self.asked[output.id].sampling.logprobs is not None:
-                told = [] if output.logprobs is None else output.logprobs
-                assert [one.token for one in told] == output.tokens
+                logprobs = [] if output.logprobs is None else output.logprobs
+                assert [one.token for one in logprobs] == output.tokens
             if output.finish_reason is not None:
                 self.ended[output.id] = output
         return outputs
@@ -166,14 +166,14 @@ def loads(
     for k in range(draw(st.integers(1, 14))):
         shared = draw(st.integers(0, 20))
         own = draw(st.lists(st.integers(0, 3), min_size=0 if shared else 1, max_size=8))
-        told = draw(st.sampled_from([None, None, 0]))
-        new = draw(st.sampled_from([1, 2, 5, 12, 30] if told is None else [0, 1, 5]))
+        logprobs = draw(st.sampled_from([None, None, 0]))
+        new = draw(st.sampled_from([1, 2, 5, 12, 30] if logprobs is None else [0, 1, 5]))
         one = request(
             f"r{k}",
             [draw(st.integers(0, 1))] * shared + own,
             new=new,
             min_new_tokens=draw(st.integers(0, min(new, 4))),
-            prompt_logprobs=told,
+            prompt_logprobs=logprobs,
             logprobs=draw(st.sampled_from([None, 0])),
             seed=draw(st.integers(0, 2)),
             stop=(1, 2, 3),
@@ -202,9 +202,9 @@ def drive(
                 assert why is None or (why.retry_after is None) == (why.kind == "never_fits")
         for _, one, abort in asked:
             if abort == step:
-                told = scheduler.abort(one.id)
-                assert [o.finish_reason for o in told] in ([], ["abort"])
-                replica.take(told)
+                aborted = scheduler.abort(one.id)
+                assert [o.finish_reason for o in aborted] in ([], ["abort"])
+                replica.take(aborted)
         replica.take(scheduler.expire(replica.now))
         stats = scheduler.stats()
         assert stats.waiting <= bounds.max_queue + bounds.max_num_seqs
@@ -335,12 +335,12 @@ def test_penalties_get_their_history_again() -> None:
     replica.add(request("p", [7] * 8, new=20, presence_penalty=0.5))
     replica.run()
     assert replica.scheduler.stats().preempted > 0
-    told = [one for plan in replica.plans for one in plan.admitted]
-    assert len(told) > 3
-    for one in told:
+    admitted = [one for plan in replica.plans for one in plan.admitted]
+    assert len(admitted) > 3
+    for one in admitted:
         wants = one.sampling.repetition_penalty != 1
         assert len(one.prompt) == (8 if wants else 0)
-    assert any(one.generated for one in told)
+    assert any(one.generated for one in admitted)
 
 
 # --- several plans in flight --------------------------------------------------------------------
@@ -515,7 +515,7 @@ def test_log_probabilities_of_prompts_come_in_bounded_parts() -> None:
     assert replica.machine.largest["logits"] <= 5 + 3
 
 
-def test_what_was_told_before_a_preemption_is_not_told_again() -> None:
+def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
     replica = Replica(
         limits(num_blocks=12, max_num_batched_tokens=6, max_logit_rows=2, max_num_seqs=3)
     )

@@ -49,8 +49,8 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
 
 def test_text_comes_in_whole_characters() -> None:
     pieces = TextPieces(lambda ids: bytes(ids).decode(errors="replace"))
-    told = [pieces.add(byte) for byte in "aé→!".encode()]
-    assert told == ["a", "", "é", "", "", "→", "!"]
+    streamed = [pieces.add(byte) for byte in "aé→!".encode()]
+    assert streamed == ["a", "", "é", "", "", "→", "!"]
     pieces.add(0xC3)
     assert pieces.end() == "\N{REPLACEMENT CHARACTER}"
     assert pieces.text == "aé→!\N{REPLACEMENT CHARACTER}"

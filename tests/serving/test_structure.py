@@ -209,7 +209,7 @@ def test_tokens_that_end_come_when_the_answer_is_complete(structures: Structures
     assert allowed(state) == [END]
 
 
-def test_tokens_that_break_the_structure_are_told(structures: Structures) -> None:
+def test_tokens_that_break_the_structure_are_reported(structures: Structures) -> None:
     state = structures.start('{"type": "json_object"}', [END], tuple(b'{"a": x'))
     assert "failed" in str(state.mask())
     assert state.mask() == state.mask()
@@ -387,7 +387,7 @@ def test_the_sampler_obeys_structures_row_by_row() -> None:
     from tests.serving.test_sampler import a_sampler
 
     spec = json.dumps({"type": "json_schema", "schema": SCHEMA})
-    told: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         {"structure": spec, "stop": (END,)},
         {},
         {"structure": spec, "stop": (END,), "temperature": 1.0, "top_p": 0.95},
@@ -395,21 +395,21 @@ def test_the_sampler_obeys_structures_row_by_row() -> None:
         {"structure": "{", "temperature": 1.0},
         {"structure": spec, "stop": (END,), "repetition_penalty": 1.2, "logprobs": 2},
     ]
-    found: list[list[int]] = [[] for _ in told]
+    found: list[list[int]] = [[] for _ in settings]
     structures = Structures(bytes_words, 300, [END])
     for resumes in (False, True):
         sampler = a_sampler(300, structures=structures)
-        for admission in cases.admissions(told):
+        for admission in cases.admissions(settings):
             sampler.admit(admission)
-        said: list[list[int]] = [[] for _ in told]
+        said: list[list[int]] = [[] for _ in settings]
         for step in range(64):
-            logits = cases.logits_of(len(told), 300, step)
+            logits = cases.logits_of(len(settings), 300, step)
             logits[:, END] += 3
             logits[:, [9, 10, 32]] -= 30
             if resumes and step == 10:
                 for i in (2, 5):
                     sampler.release(i)
-                    admission = cases.admissions(told)[i]
+                    admission = cases.admissions(settings)[i]
                     sampler.admit(
                         Admission(
                             slot=i, index=admission.index, sampling=admission.sampling,
@@ -418,7 +418,8 @@ def test_the_sampler_obeys_structures_row_by_row() -> None:
                         )
                     )  # fmt: skip
             result = sampler.sample(
-                logits, cases.decode_plan(step, list(range(len(told))), len(cases.PROMPT) + step)
+                logits,
+                cases.decode_plan(step, list(range(len(settings))), len(cases.PROMPT) + step),
             )
             assert list(result.failed) == [4]
             assert "not JSON" in result.failed[4]
@@ -434,5 +435,5 @@ def test_the_sampler_obeys_structures_row_by_row() -> None:
         assert json.loads(text)["kind"] in ("one", "two")
         # the end fills what is asked for beyond a complete answer
         assert set(found[place][len(text) :]) == {END}
-    assert SamplingParams(**told[0]).ends == {END}
+    assert SamplingParams(**settings[0]).ends == {END}
     structures.close()

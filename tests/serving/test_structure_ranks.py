@@ -49,9 +49,9 @@ def test_structured_answers_of_two_ranks(ranks: Any, tmp_path: Path) -> None:
             found[blocks] = llm.generate(prompts, samplings)
     for roomy, cramped in zip(found[400], found[30], strict=True):
         assert (cramped.tokens, cramped.finish_reason) == (roomy.tokens, roomy.finish_reason)
-    told = [one for i, one in enumerate(found[400]) if i % 3 == 0]
-    assert all(one.finish_reason == "stop" for one in told)
-    for one in told:
+    structured = [one for i, one in enumerate(found[400]) if i % 3 == 0]
+    assert all(one.finish_reason == "stop" for one in structured)
+    for one in structured:
         given = json.loads(one.text)
         assert set(given) == {"kind", "count"}
         assert given["kind"] in ("one", "two")

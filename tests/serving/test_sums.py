@@ -31,7 +31,7 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(ranks: RankPool, world_siz
     assert found == [[True, 0, 120 + 24 + 1]] * world_size
 
 
-def test_lesser_processors_sum_alike(ranks: RankPool, form: str) -> None:
+def test_lesser_processors_sum_identically(ranks: RankPool, form: str) -> None:
     found = ranks.run(CASES + "equal", 2, backend="shm", form=form)
     assert found == [[True, 0, 120 + 24 + 1]] * 2
 
@@ -40,7 +40,7 @@ def test_ranks_that_share_no_memory_have_none(ranks: RankPool) -> None:
     assert ranks.run(CASES + "equal", 2, backend="gloo") == [[False, 0]] * 2
 
 
-def test_sums_of_different_sizes_are_told(ranks: RankPool) -> None:
+def test_sums_of_different_sizes_are_reported(ranks: RankPool) -> None:
     for text in ranks.run(CASES + "unequal", 2, backend="shm"):
         assert "different sizes" in text
 
@@ -62,9 +62,9 @@ def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) 
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
     assert time.monotonic() - begin < 10.0
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
-    told = {e["rank"]: e["text"] for e in events if e["event"] == "told"}
-    assert sorted(told) == [0, 1]
-    assert all(f"rank 2 (process {pid}) died" in text for text in told.values())
+    errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
+    assert sorted(errors) == [0, 1]
+    assert all(f"rank 2 (process {pid}) died" in text for text in errors.values())
 
 
 def test_what_is_unfinished_elsewhere_goes_on(ranks: RankPool) -> None:
@@ -87,6 +87,6 @@ def test_split_layers_that_sum_by_it_equal_the_whole_model(
         cases=[(family, layout) for family in families],
     )
     for number, family in enumerate(families):
-        told = [result[number][2] for result in results if result[number][2] is not None]
-        assert len(told) == Layout.parse(layout).tp
-        assert max(told) < 1e-5, (family, told)
+        errors = [result[number][2] for result in results if result[number][2] is not None]
+        assert len(errors) == Layout.parse(layout).tp
+        assert max(errors) < 1e-5, (family, errors)

@@ -118,10 +118,12 @@ class TokenMachine:
             admission, end = self._admitted[row.slot], row.start + row.count
             before = self._read(row.slot, end)
             if row.logits == ALL:
-                told = before[row.start + 1 :] + ([] if row.next_token < 0 else [row.next_token])
+                next_tokens = before[row.start + 1 :] + (
+                    [] if row.next_token < 0 else [row.next_token]
+                )
                 result.prompt_logprobs[number] = [
                     TokenLogprobs(token, logprob(before[: row.start + 1 + k], token))
-                    for k, token in enumerate(told)
+                    for k, token in enumerate(next_tokens)
                 ]
             if row.samples:
                 if admission.sampling.logprobs is not None:

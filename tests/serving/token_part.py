@@ -98,9 +98,12 @@ class TokenPart:
                 for k in range(row.start + row.count)
             ]
             if row.logits == ALL:
-                told = context[row.start + 1 :] + ([] if row.next_token < 0 else [row.next_token])
+                next_tokens = context[row.start + 1 :] + (
+                    [] if row.next_token < 0 else [row.next_token]
+                )
                 result.prompt_logprobs[number] = [
-                    TokenLogprobs(token, -float(row.start + k)) for k, token in enumerate(told)
+                    TokenLogprobs(token, -float(row.start + k))
+                    for k, token in enumerate(next_tokens)
                 ]
             if row.samples:
                 result.tokens.append(following(context))

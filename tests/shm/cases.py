@@ -345,7 +345,7 @@ def bereaved(context: RankContext, how: str) -> str:
         else:
             dist.recv(torch.ones(4), victim)
     except PeerLost as error:
-        context.emit({"event": "told", "text": str(error)})
+        context.emit({"event": "noticed", "text": str(error)})
     time.sleep(30)
     return ""
 

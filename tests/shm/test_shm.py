@@ -68,7 +68,9 @@ def test_messages(ranks: RankPool) -> None:
         ("message", "rank 0 sent 32 bytes where rank 1 receives 16"),
     ],
 )
-def test_ranks_that_call_different_things_are_told(ranks: RankPool, how: str, telling: str) -> None:
+def test_ranks_that_call_different_things_are_reported(
+    ranks: RankPool, how: str, telling: str
+) -> None:
     found = ranks.run(CASES + "mismatch", 2, backend="shm", how=how)
     assert telling in found[1]
     assert how == "message" or telling in found[0]
@@ -96,9 +98,9 @@ def test_a_dead_rank_is_named_to_its_peers_and_to_the_parent(
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
     assert time.monotonic() - begin < 10.0
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
-    told = {e["rank"]: e["text"] for e in events if e["event"] == "told"}
-    assert sorted(told) == [0, 1]
-    assert all(f"rank 2 (process {pid}) died" in text for text in told.values())
+    errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
+    assert sorted(errors) == [0, 1]
+    assert all(f"rank 2 (process {pid}) died" in text for text in errors.values())
 
 
 def test_nothing_is_left_to_be_found(ranks: RankPool) -> None:

@@ -15,7 +15,7 @@ GRID = list(itertools.product(range(1, 25), repeat=2))
 @pytest.mark.parametrize(
     "rule", [legality.batch, legality.microbatches, legality.interleaved_rounds]
 )
-def test_an_array_is_told_what_each_of_its_numbers_is(rule: object) -> None:
+def test_an_array_is_explained_what_each_of_its_numbers_is(rule: object) -> None:
     assert callable(rule)
     left, right = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
     single = [rule(one, other) for one, other in GRID]
@@ -33,8 +33,8 @@ def test_slices_of_many_layouts_at_once() -> None:
 def test_shares_of_many_layouts_at_once() -> None:
     dp, count = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
     for zero in (1, 2, 3):
-        told = legality.shard(dp, count, np.full(len(GRID), zero)).tolist()
-        assert told == [whole % some == 0 for whole, some in GRID]
+        legal = legality.shard(dp, count, np.full(len(GRID), zero)).tolist()
+        assert legal == [whole % some == 0 for whole, some in GRID]
     assert not legality.shard(dp, count, 0).any()
     assert not legality.shard(4, 2, 0)
     assert legality.shard(4, 2, 1)

@@ -16,7 +16,7 @@ def layouts(
     context: RankContext, config: dict[str, Any], cases: list[tuple[str, str]]
 ) -> list[dict[str, Any]]:
     """For each (layout, grad_dtype): how far this rank's gradients and losses lie from those of
-    one process, and both from fp32 (sums of squares); its memory, counted and foretold."""
+    one process, and both from fp32 (sums of squares); its memory, counted and predicted."""
     import torch
 
     from hocket.runtime.mesh import Mesh
@@ -67,7 +67,7 @@ def layouts(
                 "rounded": here["rounded"],
                 "counted": here["counted"],
                 # A forecast plays every rank's step: one process does it, of the cases that differ.
-                "foretold": forecast_memory(spec, schedule)[0].to_json()
+                "predicted": forecast_memory(spec, schedule)[0].to_json()
                 if context.rank == 0 and grad_dtype == "bf16"
                 else None,
             }

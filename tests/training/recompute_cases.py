@@ -22,7 +22,7 @@ def modes(
     dtype: str = "fp32",
 ) -> list[dict[str, Any]]:
     """For each mode: losses of two steps, the gradients of the second (crc by name), the counted
-    bytes of the first, and what was foretold of this rank."""
+    bytes of the first, and what was predicted of this rank."""
     import zlib
 
     import torch
@@ -87,7 +87,7 @@ def modes(
                 },
                 "bytes": counted,
                 "moved": sum(each.bytes for each in moved),
-                "foretold": forecast_memory(spec, schedule)[context.rank].to_json(),
+                "predicted": forecast_memory(spec, schedule)[context.rank].to_json(),
             }
         )
     return found

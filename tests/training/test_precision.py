@@ -36,25 +36,25 @@ def test_a_layout_in_bf16_is_as_exact_as_one_process(ranks: RankPool) -> None:
         "tests.training.precision_cases:layouts", 4, backend="shm", timeout=150.0, config=SMALL,
         cases=cases,
     )  # fmt: skip
-    for (layout, grad_dtype), told in zip(cases, zip(*rows, strict=True), strict=True):
+    for (layout, grad_dtype), of_ranks in zip(cases, zip(*rows, strict=True), strict=True):
         where = (layout, grad_dtype)
-        apart, mine, theirs, whole = (sum(r["squares"][k] for r in told) for k in range(4))
+        apart, mine, theirs, whole = (sum(r["squares"][k] for r in of_ranks) for k in range(4))
         assert 0 < theirs < 0.05**2 * whole, where  # bf16 it is
         if layout in SPLIT_BY_ROWS:
             bound = 1e-5 if grad_dtype == "fp32" else 4 * EPS
-            assert max(r["largest"] for r in told) < bound, where
+            assert max(r["largest"] for r in of_ranks) < bound, where
         assert mine < 1.3**2 * theirs, where
         assert apart < 4 * theirs, where  # two errors of the same size
-        for rank in told:
+        for rank in of_ranks:
             assert rank["rounded"], where
             losses, one, exact = rank["losses"]
             assert losses == pytest.approx(one, rel=EPS), where
             assert losses == pytest.approx(exact, rel=2 * EPS), where
-        foretold, counted = told[0]["foretold"], told[0]["counted"]
-        if foretold is not None:
-            off = counted["total"] / foretold["total"] - 1
+        predicted, counted = of_ranks[0]["predicted"], of_ranks[0]["counted"]
+        if predicted is not None:
+            off = counted["total"] / predicted["total"] - 1
             assert abs(off) < 0.05, where
-            assert counted["gradients"] == foretold["gradients"], where
+            assert counted["gradients"] == predicted["gradients"], where
     kept = dict(zip(cases, (row["counted"] for row in rows[0]), strict=True))
     for layout in NARROW:
         wide, narrow = (kept[layout, grad_dtype]["gradients"] for grad_dtype in ("fp32", "bf16"))

@@ -76,19 +76,21 @@ def test_no_bit_is_changed(
         ("pp2:microbatches=4", 2, "sdpa"),
     ],
 )
-def test_less_is_held_and_foretold(ranks: RankPool, layout: str, size: int, attention: str) -> None:
+def test_less_is_held_and_predicted(
+    ranks: RankPool, layout: str, size: int, attention: str
+) -> None:
     found = run(ranks, size, layout=layout, modes=MODES, config=LLAMA, attention=attention)
     for rank, rows in enumerate(found):
         for row in rows:
-            measured, foretold = row["bytes"], row["foretold"]
-            assert measured["total"] == pytest.approx(foretold["total"], rel=0.05), rank
-            assert measured["activations"] == pytest.approx(foretold["activations"], rel=0.05)
+            measured, predicted = row["bytes"], row["predicted"]
+            assert measured["total"] == pytest.approx(predicted["total"], rel=0.05), rank
+            assert measured["activations"] == pytest.approx(predicted["activations"], rel=0.05)
     none, selective, one, full = (row["bytes"]["activations"] for row in found[0])
     assert full < one < none
     assert full < selective < none
 
 
-def test_a_core_that_cannot_be_told_apart_is_refused(ranks: RankPool) -> None:
+def test_a_core_that_cannot_be_distinguished_is_refused(ranks: RankPool) -> None:
     with pytest.raises(HocketError, match="attention") as caught:
         run(ranks, 1, layout="dp1", modes=[{"recompute": "selective"}], config=BLOOM)
     assert caught.value.hint == "recompute=full"

@@ -1,4 +1,4 @@
-"""Sequence parallelism in training: what it holds, what was foretold, and what it refuses."""
+"""Sequence parallelism in training: what it holds, what was predicted, and what it refuses."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MODES: list[dict[str, Any]] = [
         ("pp2.tp2:microbatches=2,schedule=zero-bubble", 4, GPT2),
     ],
 )
-def test_less_is_held_as_was_foretold(
+def test_less_is_held_as_was_predicted(
     ranks: RankPool, layout: str, size: int, config: dict[str, Any]
 ) -> None:
     found = run(ranks, size, layout=layout, modes=MODES, config=config)
     for rank, rows in enumerate(found):
         for row in rows:
-            measured, foretold = row["bytes"], row["foretold"]
-            assert measured["total"] == pytest.approx(foretold["total"], rel=0.05), rank
-            assert measured["activations"] == pytest.approx(foretold["activations"], rel=0.05)
+            measured, predicted = row["bytes"], row["predicted"]
+            assert measured["total"] == pytest.approx(predicted["total"], rel=0.05), rank
+            assert measured["activations"] == pytest.approx(predicted["activations"], rel=0.05)
         whole, slices, again = (row["bytes"]["activations"] for row in rows)
         # Few tokens and many words: a copy of the logits would be more than is saved.
         assert slices < 0.93 * whole

@@ -43,7 +43,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
     assert diagnose(ranks, layout, 1.3) == []
 
 
-def test_a_slow_link_is_told_from_a_rank_that_comes_late() -> None:
+def test_a_slow_link_is_separated_from_a_rank_that_comes_late() -> None:
     """Of dp2.tp2 the groups of dp are (0, 2) and (1, 3). A link is slow for all of its group; where
     one rank is late, the others wait and it does not."""
     slow = dataclasses.replace(USUAL, links={**USUAL.links, "dp": [0.2, 0.2]})

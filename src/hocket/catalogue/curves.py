@@ -104,9 +104,9 @@ def curves_of(node: Node) -> tuple[CatalogueCurve, ...]:
     known = [c for c in curves() if c.topology == node.link.kind and c.num_nodes == 1]
     family = node.gpu.name.partition("-")[0]
     exact = [c for c in known if c.gpu == node.gpu.name]
-    alike = exact or [c for c in known if c.gpu.partition("-")[0] == family]
-    if alike or not known:
-        return tuple(alike)
+    same_family = exact or [c for c in known if c.gpu.partition("-")[0] == family]
+    if same_family or not known:
+        return tuple(same_family)
     rates = {c.gpu: _rate(hardware.cluster(f"1x{c.gpu}").node) for c in known}
     own = _rate(node)
     nearest = min(rates, key=lambda gpu: abs(math.log(rates[gpu] / own)))

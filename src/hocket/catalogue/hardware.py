@@ -278,7 +278,7 @@ def _gpus() -> dict[str, Gpu]:
     for name, table in _tables("gpus").items():
         entry = machine_file.gpu_of({k: v for k, v in table.items() if k not in _NOTES}, name)
         prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: _day(q.date))
-        entry = _priced(entry, prices, "all")
+        entry = _with_quotes(entry, prices, "all")
         short = tuple(n.removeprefix("RTX") for n in (name, *entry.aliases) if n.startswith("RTX"))
         found[name] = dataclasses.replace(entry, aliases=(*entry.aliases, *short))
     return found
@@ -308,11 +308,11 @@ def with_prices(cluster: Cluster, price_list: str) -> Cluster:
     known = _gpus().get(device.name)
     if known is None or (device.price, device.price_source) != (known.price, known.price_source):
         return cluster
-    found = _priced(dataclasses.replace(device, price=None), quotes(device.name), price_list)
+    found = _with_quotes(dataclasses.replace(device, price=None), quotes(device.name), price_list)
     return dataclasses.replace(cluster, node=dataclasses.replace(cluster.node, gpu=found))
 
 
-def _priced(entry: Gpu, prices: Iterable[Quote], price_list: str) -> Gpu:
+def _with_quotes(entry: Gpu, prices: Iterable[Quote], price_list: str) -> Gpu:
     """A GPU with the median of a list's on-demand quotes, their range and their dates; without a
     price, and a source that says so, where the list has none."""
     providers = PRICE_LISTS[price_list]

@@ -96,7 +96,7 @@ def json_events() -> Iterator[JsonEvents]:
 
 @contextlib.contextmanager
 def progress_of_phases(*, as_json: bool) -> Iterator[Listener]:
-    """The listener of work that is told in phases: events, or lines on stderr."""
+    """The listener of work that reports phases: events, or lines on stderr."""
     if as_json:
         with json_events() as events:
             yield events

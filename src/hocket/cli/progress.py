@@ -116,7 +116,7 @@ def download_lines() -> DownloadLines:
 
 
 def progress_of(event: Event) -> downloads.Download:
-    """An event of progress as a download is told: brief, as it is worth a line only where it takes
+    """An event of progress, for a download: brief, as it is worth a line only where it takes
     long."""
     done, total = event["done"], event["total"]
     return downloads.Download(event["what"], done, total, ended=done >= total, brief=True)

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     if served is None:  # a rank of another launcher, whose rank 0 has the summary
         return 0
     if not flags.json:
-        _summary(served, foretold=flags.cluster != "none")
+        _summary(served, predicted=flags.cluster != "none")
     return 0 if served.drained else 1
 
 
@@ -142,7 +142,7 @@ def _ready(event: dict[str, Any]) -> str:
     )
 
 
-def _summary(served: Any, *, foretold: bool) -> None:
+def _summary(served: Any, *, predicted: bool) -> None:
     found = served.measured
     with contextlib.suppress(BrokenPipeError):
         if found.requests:
@@ -154,5 +154,5 @@ def _summary(served: Any, *, foretold: bool) -> None:
             )
         if not served.run.exists():
             return
-        what = "predicted and measured" if foretold else "what was measured"
+        what = "predicted and measured" if predicted else "what was measured"
         print(f"{what}: hocket report {served.run}", flush=True)

@@ -62,24 +62,24 @@ def summary_lines(summary: Summary) -> list[str]:
             f"{summary.truncated_documents:,} documents were cut at the length of a row and lost "
             f"{summary.truncated_tokens:,} tokens"
         )
-    return found + foretold(summary)
+    return found + forecast_lines(summary)
 
 
-def foretold(summary: Summary) -> list[str]:
-    """What was predicted, beside what was measured."""
-    told = summary.forecast
-    if told is None:
+def forecast_lines(summary: Summary) -> list[str]:
+    """The prediction, compared with the measurement."""
+    forecast = summary.forecast
+    if forecast is None:
         return []
-    if not told.known:
-        return [f"no prediction: {told.why}"]
+    if not forecast.known:
+        return [f"no prediction: {forecast.why}"]
     parts = []
     if summary.step_seconds:
-        error = told.step_seconds / summary.step_seconds - 1
-        parts.append(f"{format_seconds(told.step_seconds)}/step ({error:+.0%})")
-    if summary.bubble is not None and Layout.stored(told.layout).num_stages > 1:
-        parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
-    if summary.memory_bytes and told.peak_bytes:
-        most, seen = max(told.peak_bytes), max(summary.memory_bytes)
+        error = forecast.step_seconds / summary.step_seconds - 1
+        parts.append(f"{format_seconds(forecast.step_seconds)}/step ({error:+.0%})")
+    if summary.bubble is not None and Layout.stored(forecast.layout).num_stages > 1:
+        parts.append(f"idle {forecast.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
+    if summary.memory_bytes and forecast.peak_bytes:
+        most, seen = max(forecast.peak_bytes), max(summary.memory_bytes)
         parts.append(f"{format_bytes(most)} on the peak rank ({most / seen - 1:+.0%})")
     return ["predicted: " + ", ".join(parts)] if parts else []
 

@@ -111,7 +111,7 @@ def read_train_flags(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
         theirs = layout_values(given)
         for name in ("layout", *LAYOUT_FIELDS):
             said.pop(name, None)
-        if ours.get("layout") == AUTO:  # chosen anew, whatever the file says of degrees
+        if ours.get("layout") == AUTO:  # chosen again, whatever the file says of degrees
             theirs = {name: value for name, value in theirs.items() if name not in TERMS}
         merged = {**theirs, **ours}
         if merged.get("layout") == AUTO and "layout" not in ours and said_layout:

@@ -1,4 +1,4 @@
-"""Adapters: the shape of a model whose matrices are frozen, with thin trained ones beside them.
+"""Adapters: the shape of a model whose matrices are frozen, with thin trained ones in parallel.
 
     y = x W^T + (x A^T) B^T alpha / r            A [r, k], B [n, r]          (Hu et al. 2021)
 
@@ -6,7 +6,7 @@ What LoRA saves is in the shape, so that whatever prices a shape prices it: froz
 gradient, no optimizer state, and their products no third one in backward. What it costs is there as
 well: two thin products for each adapted one, the sum of both results, and of both gradients.
 
-As `runtime.lora` splits them: beside a product split by columns A is whole and B is split, beside
+As `runtime.lora` splits them: of a matmul split by columns A is replicated and B is split, of
 one split by rows A is split and B is whole. Saved for backward is what the frozen model saves (in
 the view `eager` of a shape that was traced `frozen`), what A reads and what B reads.
 """

@@ -35,7 +35,7 @@ that is reached: for small messages and for large ones. Eight GPUs, nccl-tests: 
 69 us and 0.72; H100 17 us and 0.44; B200 27 us and 0.40, 101 us and 0.84."""
 
 NETWORK_LATENCY = 30e-6
-"""Seconds of a collective over the network beside its steps; of an all-reduce 1.5 times that."""
+"""Seconds of a collective over the network, next to its steps; of an all-reduce 1.5 times that."""
 
 RING_RANKS = 512
 """Ranks beyond which no ring is used."""

@@ -249,7 +249,7 @@ def threads_communication(
 def differences(
     recorded: Iterable[Mapping[str, Any]], expected: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Theory beside the recording, row by row.
+    """Theory compared with the recording, row by row.
 
     Rows of the phase `other` (set-up, saves, evaluation) are no part of a step and left out.
 

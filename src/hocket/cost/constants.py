@@ -2,7 +2,7 @@
 
 `data/constants.json` holds every number with how it was fitted; `benchmarks/fit/train.py` writes
 it. A GPU has six: the shape of its matrix rate, its memory's and its attention kernel's efficiency
-and how much slower collectives are beside compute. A software stack has at most six of the others;
+and how much slower collectives are during compute. A software stack has at most six of the others;
 what is not fitted for a stack is written down as assumed.
 """
 
@@ -61,12 +61,12 @@ class Constants:
         step_overhead: seconds of a step outside compute: data, logging.
         hop: seconds of each hop of a ring over the network.
         sharded_network: as `network`, of ZeRO-3's collectives.
-        expert_passes: elements that sorting tokens by expert and back moves beside what a trace
+        expert_passes: elements that sorting tokens by expert and back moves apart from what a trace
             counts, of each token that an expert sees; forward, and backward again.
         expert_time: seconds that a layer of experts waits for the CPU to learn who gets how many.
         expert_exposed: share of dispatching tokens to experts that compute does not hide.
 
-        optimizer_copies: bytes a parameter that the update holds beside master and moments
+        optimizer_copies: bytes a parameter that the update holds in addition to master and moments
             (gradients in 32 bits, temporaries).
         memory_slack: held by the allocator, relative to what is allocated.
         memory_overhead: bytes of the CUDA context, workspaces and communication buffers.
@@ -75,7 +75,7 @@ class Constants:
         flash: a fused attention kernel is used.
         scatter_gather: stages send each tensor rank's 1/tp and gather (Narayanan et al. 2021, 4.1).
         sharded_calls: collectives of one layer's parameters under ZeRO-3.
-        per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
+        per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer during compute (FSDP).
         overlap_gradients: gradients are reduced during the last backward.
         fused_gradients: products of gradients add to the sum themselves, no kernel apart: 1 those
             of 32 bits, 2 all.

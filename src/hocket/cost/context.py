@@ -1,7 +1,7 @@
 """Context: how long the exchange of keys and values takes where a sequence is split over cp ranks.
 
     ring      every rank keeps its queries and hands its keys and values on, c - 1 times, each time
-              beside the attention to the piece it has (Liu et al. 2023). A causal sequence is dealt
+              during the attention to the shard it has (Liu et al. 2023). A causal sequence is dealt
               in 2c pieces, the k-th from the front and from the back to one rank, so that all steps
               are equally long; so one step hides what is sent behind 1/c of the rank's attention.
               Backward hands on keys and values again, with their gradients in 32 bits

@@ -1,4 +1,4 @@
-"""Layouts as columns: one array per field, so that a million are priced at once."""
+"""Layouts as columns: one array per field, so that a million are estimated at once."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hocket.spec.model_shape import MatrixProduct, Weight
 
 
 def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:
-    """Matmuls in the order of their first; those that read one tensor and are split alike run as
+    """Matmuls in the order of their first; those that read one tensor and are split equally run as
     one, however a model's code stores their weights."""
     found: dict[tuple[Any, ...], list[MatrixProduct]] = {}
     for place, p in enumerate(products):

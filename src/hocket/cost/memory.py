@@ -36,7 +36,7 @@ LATE = ("zb-h1", "zb-h2", "zb-v")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank, [r].
+    """Bytes of the peak rank, [r].
 
     Attributes:
         allocated: tensors at the worst moment, as torch.cuda.max_memory_allocated counts them.
@@ -62,7 +62,7 @@ def peak_memory(
     *,
     ranks: RankLayers | None = None,
 ) -> MemoryEstimate:
-    """What the fullest rank of every layout holds.
+    """What the peak rank of every layout holds.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
@@ -120,8 +120,8 @@ def peak_memory(
     ):
         totals.append((*held(*weights, largest, at, constants), activations))
     sums = np.stack([sum(parts, np.zeros(shape)) for parts in totals])
-    fullest = sums.argmax(axis=0)
-    parts = [np.choose(fullest, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
+    peak_rank = sums.argmax(axis=0)
+    parts = [np.choose(peak_rank, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
     allocated = sums.max(axis=0)
     return MemoryEstimate(
         allocated=allocated,
@@ -176,7 +176,7 @@ def _saved(
     kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
     freed = block.saved_modules_inside / at.tp + block.saved_modules_outside / split
     kept = np.where(at.recompute == MODULES, whole - width * freed, kept)
-    # Weights' gradients that are put off keep what was made again for them: at most all of it.
+    # Weights' gradients that are deferred keep what was made again for them: at most all of it.
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
     kept = np.where(late & (at.recompute == MODULES), whole, kept)
     return whole, np.where(at.recompute == FULL, np.where(late, whole, inputs), kept)

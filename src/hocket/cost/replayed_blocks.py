@@ -78,7 +78,7 @@ class BlockBytes:
 
     Attributes:
         kind: of block.
-        kept: from its forward to its backward. again: made anew when its backward begins.
+        kept: from its forward to its backward. again: made again when its backward begins.
         moved: to the host's memory between them.
         deferred: matmuls in the order of W. What they need is kept from I to W.
         working: inner gradients at their widest. narrowed: input of the matmul that takes the

@@ -53,8 +53,8 @@ class ServingPrices:
     """One replica: tp x pp x cp (x attention_dp) GPUs that hold the model once.
 
     Attributes:
-        weight_bytes: on the fullest GPU.
-        cache_bytes: of one token on the fullest GPU: keys and values of its layers, heads divided
+        weight_bytes: on the peak GPU.
+        cache_bytes: of one token on the peak GPU: keys and values of its layers, heads divided
             by tp and repeated where there are fewer.
         overhead_bytes: context, workspaces, graphs, communication buffers, activations of the
             largest step.
@@ -124,7 +124,7 @@ class ServingPrices:
         return self.step_seconds(0.0, 0.0, batch, context)
 
     def capacity(self, usable: float = 0.9, memory: float | None = None) -> float:
-        """Cached tokens that fit beside weights and overhead; at most 0: the model does not fit.
+        """Cached tokens that fit next to weights and overhead; at most 0: the model does not fit.
 
         Args:
             usable: share of the memory that the engine may fill.

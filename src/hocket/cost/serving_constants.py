@@ -3,7 +3,7 @@
 `data/serving.json` holds every number with how it was fitted; `benchmarks/fit/serving.py` writes
 it. A GPU has six: the rates that its kernels reach. An engine has at most six fitted of seven: what
 a layer, a step, a sequence and a sum take besides, how it runs experts, and what it holds. What is
-assumed of an engine stands beside; the file says which is which.
+assumed of an engine is listed too; the file says which is which.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def cached_elements(core: Attention, block: BlockShape) -> tuple[float, bool]:
 
 
 def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
-    """Bytes of weights on the fullest GPU."""
+    """Bytes of weights on the peak GPU."""
     share = _stage_layers(shape, at) / len(shape.layers)
     total = sum(_held(shape.blocks[kind], at) for kind in shape.layers) * share
     embedding, head = _held(shape.blocks["embedding"], at), _held(shape.blocks["head"], at)
@@ -131,7 +131,7 @@ def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
 
 
 def cache_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
-    """Bytes that one token leaves in the cache of the fullest GPU, windows not regarded."""
+    """Bytes that one token leaves in the cache of the peak GPU, windows not regarded."""
     total = np.zeros(np.broadcast(at.tp, at.cache).shape)
     for kind in shape.layers:
         block = shape.blocks[kind]
@@ -144,7 +144,7 @@ def cache_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
 
 
 def _stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
-    """Layers of the fullest stage."""
+    """Layers of the largest stage."""
     found: Floats = np.ceil(len(shape.layers) / at.pp)
     return found
 

@@ -338,14 +338,14 @@ def _slices(
     entering = sums["backward_sums"] - experts
     # Held whole: the embedding's slices are gathered backward, and the head's input forward.
     embedding = sum(n == plan.sequence.embedding and not s for n, s in styles.items())
-    alike = sum(n in plan.sequence.alike for n in styles)
+    replicated = sum(n in plan.sequence.replicated for n in styles)
     # Activations and routing weights of one dtype travel together, else each by itself.
     one, both = (width,), (width + k,) if routing_width == 1 else (width, k * routing_width)
     return {
         "forward_sums": 0,
         "backward_sums": 0,
         "expert_weights": 0,
-        "forward_gathers": sums["forward_gathers"] + one * (entering + alike) + both * experts,
+        "forward_gathers": sums["forward_gathers"] + one * (entering + replicated) + both * experts,
         "forward_scatters": one * leaving,
         "backward_gathers": sums["backward_gathers"] + one * (leaving + embedding + entering),
         "backward_scatters": one * entering + both * experts,

@@ -11,7 +11,7 @@
               + tied embeddings + optimizer + overhead
 
 The closed forms serve to sort a million layouts; the best few are then simulated event by event.
-FSDP gathers and reduces layer by layer beside compute: T = max(C, K) + overlap x min(C, K).
+FSDP gathers and reduces layer by layer during compute: T = max(C, K) + overlap x min(C, K).
 
 Legend: m microbatches, p pipeline ranks, v stages of a rank, F B W seconds of forward, backward to
 inputs, backward to weights; r rows.
@@ -111,9 +111,9 @@ def step_times(
         per_layer, gather, scatter = _sharded(block, at, platform)
         f, b, w = spread(times.forward), spread(times.inputs), spread(times.weights)
         share = np.broadcast_to(constants.overlap, at.dp.shape)
-        f2 = np.where(per_layer, _beside(f, gather, share), f)
+        f2 = np.where(per_layer, _overlapped(f, gather, share), f)
         again = np.where(at.zero >= 3, gather, 0.0)
-        whole = np.where(per_layer, _beside(b + w, again + scatter, share), b + w)
+        whole = np.where(per_layer, _overlapped(b + w, again + scatter, share), b + w)
         forward = forward + count * f2
         inputs = inputs + count * (whole - w)
         weights = weights + count * w
@@ -204,7 +204,7 @@ def _sum(times: BlockTimes) -> Floats:
     return times.forward + times.inputs + times.weights
 
 
-def _beside(compute: Floats, talk: Floats, share: Floats) -> Floats:
+def _overlapped(compute: Floats, talk: Floats, share: Floats) -> Floats:
     return np.maximum(compute, talk) + share * np.minimum(compute, talk)
 
 

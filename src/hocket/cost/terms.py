@@ -1,10 +1,10 @@
 """Terms: the sizes of a ModelShape as numbers that price quickly.
 
-What is linear in tokens and split alike is summed beforehand; matrix products stay apart, since
-their efficiency depends on their sizes. Products that read the same tensor and are split alike run
+What is linear in tokens and split equally is summed beforehand; matrix products stay apart, since
+their efficiency depends on their sizes. Matmuls that read the same tensor and are split equally run
 as one (query, key and value; gate and up), and the sums of their input's gradients go with them:
 so a model costs the same however its code stores these matrices. Several shapes of one structure
-stack into columns, one column per row of a table, and are then priced at once.
+stack into columns, one column per row of a table, and are then estimated at once.
 
 Legend: r rows (1 for one shape), o operations of a block.
 """
@@ -265,7 +265,7 @@ def _routed(block: BlockShape, views: Sequence[str], *splits: str) -> float:
 
 
 def _inputs(block: BlockShape, *, outside: bool) -> float:
-    """Bytes of products' inputs; an output of attention is saved in 8 bits beside itself."""
+    """Bytes of products' inputs; an output of attention is saved in 8 bits as well."""
     names = {f"{p.name} input" for p in block.products if not p.frozen}
     own = sum(
         row.bytes

@@ -61,7 +61,7 @@ def fake_step(
         rows=max(rows, 4), device="cuda", **options,
     )  # fmt: skip
     found = Rehearsal(job, None, device_of(GPU)).rank(0)
-    return _told(place, [found])
+    return _outcome(place, [found])
 
 
 def fake_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
@@ -75,7 +75,7 @@ def fake_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckO
         model_of(layout), layout=layout, dtype="bf16", rows=rows, device="cuda",
         context_parallel=attention,
     )  # fmt: skip
-    return _told(place, _played(place, job))
+    return _outcome(place, _played(place, job))
 
 
 def fake_schedules(place: Place, *, stages: int) -> CheckOutcome:
@@ -94,7 +94,7 @@ def fake_schedules(place: Place, *, stages: int) -> CheckOutcome:
         found = _played(place, job, f"{name}: ")
         place.equal(f"{name}: calls that make groups", max(each.calls for each in found), 0)
         executed += found
-    return _told(place, executed)
+    return _outcome(place, executed)
 
 
 def fake_microbatches(place: Place) -> CheckOutcome:
@@ -107,7 +107,7 @@ def fake_microbatches(place: Place) -> CheckOutcome:
         text = f"pp2:schedule=1f1b,microbatches={count}"
         job = spec(BASE, layout=text, dtype="bf16", rows=count, seq_len=64, device="cuda")
         executed = _played(place, job, f"{count} microbatches: ")
-        _told(place, executed)
+        _outcome(place, executed)
         peaks.append([each.peak.get("activations", 0) for each in executed])
     for rank, (few, many) in enumerate(zip(*peaks, strict=True)):
         if not 0 < many <= GROWTH * few:
@@ -185,7 +185,7 @@ def fake_server(
             f"rank_{rank}_graph_kernels": said["graphs"]["launches"],
             f"rank_{rank}_launched_in_a_decode_step": said["steps"]["decode"]["launches"],
         }
-    return _told(place, executed)
+    return _outcome(place, executed)
 
 
 def fake_host_waits(place: Place) -> CheckOutcome:
@@ -197,7 +197,7 @@ def fake_host_waits(place: Place) -> CheckOutcome:
     job = spec(BASE, layout="dp1:microbatches=2", rows=8, seq_len=16, device="cuda")
     found = Rehearsal(job, None, device_of(GPU)).rank(0, steps=2)
     place.equal("host reads", [f"{r['what']} at {r['where']}" for r in found.host_reads], [])
-    return _told(place, [found])
+    return _outcome(place, [found])
 
 
 def fake_flex(place: Place, *, family: str) -> CheckOutcome:
@@ -219,7 +219,7 @@ def fake_flex(place: Place, *, family: str) -> CheckOutcome:
     place.values["activations"] = activations = found.peak.get("activations", 0)
     if not activations < scores_bytes(config, FLEX_LENGTH):
         place.failures.append(f"a step holds {activations} bytes of activations")
-    return _told(place, [found])
+    return _outcome(place, [found])
 
 
 def stream_order(place: Place) -> CheckOutcome:
@@ -248,10 +248,10 @@ def stream_order(place: Place) -> CheckOutcome:
         rehearsal._execute(found, execution, 2)
         order.close()
     place.equal("accesses without an order", sorted(order.conflicts), [])
-    return _told(place, [found])
+    return _outcome(place, [found])
 
 
-def _told(place: Place, ranks: list[Any]) -> CheckOutcome:
+def _outcome(place: Place, ranks: list[Any]) -> CheckOutcome:
     for found in ranks:
         if found.error:
             lines = found.error.strip().splitlines()

@@ -30,7 +30,7 @@ def ranks(
         entry: `module:function`, called with a RankContext and the payload in each rank.
         count: ranks.
         payload: plain data.
-        environment: variables of the ranks besides those of this process.
+        environment: variables of the ranks in addition to those of this process.
 
     Raises:
         HocketError: what a rank raised, or that it died.

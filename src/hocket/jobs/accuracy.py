@@ -1,4 +1,4 @@
-"""Validation as a job: prices of a table's runs beside what was measured, and how it is printed."""
+"""Validation as a job: a table's runs, predicted compared with measured, and how it is printed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def serving_text(report: ServingReport) -> str:
     lines += ["", _serving_line(f"overall ({of})", report.overall, width)]
     lines += [_serving_line("  averaged over the groups above", report.averaged, width)]
     lines += [_serving_line("  dense models alone", report.dense, width)]
-    lines += _listed("assumed", (one.row.assumed for one in report.priced))
+    lines += _listed("assumed", (one.row.assumed for one in report.predicted_rows))
     lines += _reasons(report.left_out)
     lines += ["", "mean, median: absolute error in %; unfit: measured, called not fitting"]
     return "\n".join(lines) + "\n"
@@ -78,7 +78,7 @@ def accuracy_text(report: ValidationReport) -> str:
     lines = [head]
     lines += [_line(name, scores, width) for name, scores in report.groups.items()]
     lines += ["", _line("overall (averaged over sources)", report.overall, width)]
-    lines += _listed("resolved", (one.row.resolved for one in report.priced))
+    lines += _listed("resolved", (one.row.resolved for one in report.predicted_rows))
     lines += _reasons(report.left_out)
     lines += [
         "",

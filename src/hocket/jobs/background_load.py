@@ -1,8 +1,8 @@
-"""BackgroundLoad: the processor time that programs which are not ours took beside a run (Linux).
+"""BackgroundLoad: the processor time that programs which are not ours took during a run (Linux).
 
 What all processors did, less what this process and its children did, those that have ended among
-them. A run beside which others took a quarter of a core is marked in the ledger: what was foretold
-was the machine to itself.
+them. A run with background load of a quarter of a core is marked in the ledger: its forecast
+assumed an idle machine.
 """
 
 from __future__ import annotations

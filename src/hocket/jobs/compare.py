@@ -287,8 +287,8 @@ class Bench:
         self.say(
             f"scaling {spec.options.emulate_links} to {workload.seq_len} x {workload.global_batch}"
         )
-        felt = links.settled(self.launcher, spec).options.emulate_links
-        options = dataclasses.replace(self.request.options, emulate_links=felt)
+        emulated = links.settled(self.launcher, spec).options.emulate_links
+        options = dataclasses.replace(self.request.options, emulate_links=emulated)
         self.request = dataclasses.replace(self.request, options=options)
 
     def __exit__(self, *_: object) -> None:
@@ -340,7 +340,7 @@ class Bench:
             options = dataclasses.replace(request.options, emulate_links=None)
             request = dataclasses.replace(request, options=options)
         spec = job_spec(source, request, layout, source.config, "compare")
-        predicted = self._foretold(spec, schedule)
+        predicted = self._predicted(spec, schedule)
         if held is not None:
             predicted["required_bytes"] = float(max(row["total"] for row in held))
         payload = {
@@ -353,13 +353,13 @@ class Bench:
             payload |= {"reference": self._reference, "checked": CHECKED}
         try:
             found = self._launch("hocket.training.compare:main", layout.world_size, payload)
-        except RankMemoryError as error:  # of replicas in threads it cannot be foretold
+        except RankMemoryError as error:  # of replicas in threads it cannot be predicted
             return StrategyResult(strategy=strategy, reason=error.message)
         (event,) = (e for e in found if e["event"] == "way")
         return dataclasses.replace(outcome(strategy, event), predicted=predicted)
 
-    def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
-        """What the strategy is expected to come to; empty where that cannot be told."""
+    def _predicted(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
+        """What the strategy is expected to come to; empty where there is no prediction."""
         from hocket.jobs import forecast
 
         if self._target is None or spec.layout.data_parallel == "threads":

@@ -1,7 +1,7 @@
 """The demo: the main job end to end, on the text that every machine with Python has.
 
 standard library's text -> tokenizer -> two ranks (or eight) train -> timeline, collectives, memory
-    beside one process -> Hugging Face directory -> a sample
+    compared with one process -> Hugging Face directory -> a sample
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def losses(summary: Summary, folder: RunFolder, width: int) -> str:
 def _step_report(
     launcher: Launcher, folder: RunFolder, *, width: int, color: bool
 ) -> tuple[list[str], bool]:
-    """The recorded step: its timeline, what its prices predict, its collectives beside theory."""
+    """The recorded step: its timeline, what it predicts, its collectives compared with theory."""
     from hocket.jobs.expected_communication import compare_communication
     from hocket.reporting import collectives_text, timeline_text
     from hocket.simulation import measured_prices, simulate, theoretical_bubble
@@ -240,8 +240,8 @@ def _too_small(launcher: Launcher, folder: RunFolder, summary: Summary, alone: S
     from hocket.spec.errors import LayoutError
     from hocket.spec.units import format_bytes
 
-    fullest, one = (max(row["total"] for row in s.memory) for s in (summary, alone))
-    limit = f"{round((fullest + one) / 2e6)}MB"
+    peak, one = (max(row["total"] for row in s.memory) for s in (summary, alone))
+    limit = f"{round((peak + one) / 2e6)}MB"
     lines = [f"a model that does not fit: --memory-per-rank {limit}"]
 
     def asked(run: RunFolder) -> list[dict[str, int]] | None:
@@ -260,13 +260,13 @@ def _too_small(launcher: Launcher, folder: RunFolder, summary: Summary, alone: S
         predicted = asked(folder)
     except LayoutError as error:
         return "\n".join([*lines, f"{layout} is rejected too: {error.message}"])
-    told = (
+    verdict = (
         f"{layout} may start: its predicted peak memory per rank was "
-        f"{format_bytes(max(row['total'] for row in predicted))}, measured {format_bytes(fullest)}"
+        f"{format_bytes(max(row['total'] for row in predicted))}, measured {format_bytes(peak)}"
         if predicted is not None
-        else f"the memory of {layout} cannot be predicted; measured peak {format_bytes(fullest)}"
+        else f"the memory of {layout} cannot be predicted; measured peak {format_bytes(peak)}"
     )
-    return "\n".join([*lines, told])
+    return "\n".join([*lines, verdict])
 
 
 def _sample(launcher: Launcher, model: Path) -> str:

@@ -1,4 +1,4 @@
-"""Theory beside measurement: what the ranks of a run should have said to each other.
+"""Theory compared with measurement: the collectives that a run's ranks should have made.
 
 The expected rows need the model's plan, so they are made by one rank of the launcher, on the meta
 device; the parent stays without torch.
@@ -37,7 +37,7 @@ def expected_communication(launcher: Launcher, folder: RunFolder) -> list[list[R
 
 
 def compare_communication(launcher: Launcher, folder: RunFolder) -> list[Row]:
-    """The recorded step beside theory, summed over ranks; `equal` holds where every rank agrees.
+    """Recorded and expected collectives of a step, summed over ranks; `equal`: all ranks agree.
 
     Rows of name, axis, phase, count, bytes, expected_count, expected_bytes, equal.
     """

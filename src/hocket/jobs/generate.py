@@ -43,7 +43,7 @@ def generate_texts(
         prompts: the texts to continue.
         layout: of tp and pp.
         max_new_tokens, temperature, top_k, top_p, seed: how tokens are chosen.
-        on_text: told of the text as it grows.
+        on_text: called with the text as it grows.
         launcher: a warm one to use. None: one is started.
         **options: `dtype`, `schedule`, `pipeline_split`, `device`, `backend`, `threads`,
             `attention`, `tokenizer`, `trust_remote_code`, as for training.

@@ -62,7 +62,7 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> LedgerLine | Non
     """Add what a run's or a server's folder holds; None where no ledger is kept, or nothing was
     measured.
 
-    `others`: cores' worth of time that other programs took beside it.
+    `others`: cores' worth of time of background load during it.
 
     Raises:
         HocketError: the folder holds no run.
@@ -198,13 +198,13 @@ def run_line(record: RunRecord) -> LedgerEntry | None:
     spec = record.spec
     if spec is None or record.step_seconds is None:
         return None
-    fullest = max((row["total"] for row in record.memory), default=None)
-    if fullest is None and record.measured is not None:
-        fullest = max(record.measured.peak_bytes, default=None)
+    peak = max((row["total"] for row in record.memory), default=None)
+    if peak is None and record.measured is not None:
+        peak = max(record.measured.peak_bytes, default=None)
     pipelined = spec.layout.pp > 1
     measured = Figures(
         step_seconds=record.step_seconds,
-        memory=fullest,
+        memory=peak,
         bubble=record.measured.bubble if record.measured is not None and pipelined else None,
     )
     predicted = None
@@ -215,7 +215,7 @@ def run_line(record: RunRecord) -> LedgerEntry | None:
             bubble=record.forecast.bubble if pipelined else None,
         )
     return LedgerEntry(
-        **_told_by(spec, record.path),
+        **_forecaster_of(spec, record.path),
         steps=_steps(record),
         seq_len=spec.workload.seq_len,
         global_batch=spec.workload.global_batch,
@@ -247,7 +247,7 @@ def of_server(folder: Path) -> ServedEntry | None:
     }
     then = {name: pair[0] for name, pair in pairs.items() if pair[0]}
     return ServedEntry(
-        **_told_by(spec, folder),
+        **_forecaster_of(spec, folder),
         measured=ServedFigures(**{name: pair[1] for name, pair in pairs.items() if pair[1]}),
         predicted=ServedFigures(**then) if found.forecast is not None else None,
         requests=counted.requests,
@@ -276,7 +276,7 @@ def _mean(rows: Sequence[ServedFigure]) -> tuple[float | None, float | None]:
     return sum((row.predicted or 0.0) * row.count for row in counted) / total, now
 
 
-def _told_by(spec: RunSpec, folder: Path) -> dict[str, Any]:
+def _forecaster_of(spec: RunSpec, folder: Path) -> dict[str, Any]:
     """What every line holds besides figures, of a run that ends now."""
     from hocket import __version__
 
@@ -329,12 +329,12 @@ def ledger_text(
     from hocket.spec.units import format_bytes, format_seconds
 
     path = ledger_file()
-    beside = _served(served, by, last)
+    servers = _served(served, by, last)
     if not entries:
         where = f"{path} holds no runs yet" if path else f"{VARIABLE} is empty: none is kept"
         if served:
             where = f"{path} holds no training runs yet"
-        return f"{where}\n" + beside + _torn(torn)
+        return f"{where}\n" + servers + _torn(torn)
     rows = []
     for row in ledger_errors(entries, by):
         line = [printable(row["group"]), row["runs"], row["predicted"]]
@@ -356,7 +356,7 @@ def ledger_text(
                 f"{entry.others:.1f} cores" if entry.disturbed else "",
             ]
         )
-    told = table_text(
+    last_runs = table_text(
         [
             "ended (UTC)",
             "model",
@@ -371,7 +371,10 @@ def ledger_text(
     )
     return (
         f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"
-        f"{table}\n" + (f"\nthe last of them\n\n{told}\n" if recent else "") + beside + _torn(torn)
+        f"{table}\n"
+        + (f"\nthe last of them\n\n{last_runs}\n" if recent else "")
+        + servers
+        + _torn(torn)
     )
 
 
@@ -391,7 +394,7 @@ def _served(entries: Sequence[ServedEntry], by: str, last: int) -> str:
         rows.append(line)
     headers = [by, "servers", "predicted"]
     headers += [word for name in _HEADERS for word in (f"{name} off by", "bias")]
-    told = (
+    groups = (
         f"\nservers, medians likewise; on record: {len(entries)}\n\n{table_text(headers, rows)}\n"
     )
     recent = [
@@ -409,11 +412,11 @@ def _served(entries: Sequence[ServedEntry], by: str, last: int) -> str:
         for entry in (entries[-last:] if last else [])
     ]
     if not recent:
-        return told
+        return groups
     headers = ["ended (UTC)", "model", "layout", "requests"]
     headers += [word for name in _HEADERS for word in (name, "predicted")]
     table = table_text([*headers, "disturbed by"], recent)
-    return f"{told}\nthe last servers\n\n{table}\n"
+    return f"{groups}\nthe last servers\n\n{table}\n"
 
 
 def _torn(torn: int) -> str:

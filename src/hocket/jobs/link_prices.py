@@ -103,14 +103,14 @@ def links(
         global_batch=global_batch,
         precision=precision,
     )
-    priced = plan_one(problem, one).best
-    one = priced.layout
+    estimated = plan_one(problem, one).best
+    one = estimated.layout
     own = cluster_links(problem.cluster)
     return LinkPrices(
         model=problem.shape.name,
         cluster=problem.cluster.name,
         layout=str(one),
-        step_seconds=priced.step_seconds.median,
+        step_seconds=estimated.step_seconds.median,
         axes=tuple(axis_links(problem, one)),
         pool=pool(problem, one.microbatches or 1),
         link=own.tiers[0][0].title if problem.cluster.domain > 1 else "no links",
@@ -127,13 +127,13 @@ def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPri
 
     shape, one, workload = asked.shape, asked.layout, asked.spec.workload
     job = step_problem(shape, one, workload)
-    told, _ = forecast_of(job, asked.machine)
+    forecast, _ = forecast_of(job, asked.machine)
     _, ways = rates_of(job, asked.machine)
     return LinkPrices(
         model=shape.name,
         cluster=where.name,
         layout=str(one),
-        step_seconds=told.step_seconds,
+        step_seconds=forecast.step_seconds,
         axes=tuple(probed_axis_links(job, ways, where.node.link.bandwidth)),
         pool=None,
         link=CROSSED.get(ways.backend, ways.backend),

@@ -1,7 +1,7 @@
 """Links of a job: named before ranks start, and scaled to what this machine computes.
 
-`--emulate-links` slows messages until they cost, beside this machine's computing, what they would
-cost beside the GPU's. How many times slower this machine is than that GPU is measured by as many
+`--emulate-links` slows communication until it costs, compared with this machine's compute, what
+it costs next to the GPU's. How many times slower this machine is than the GPU, measure as many
 ranks as the job has, all multiplying at once; ranks that share a core have a share of its rate.
 """
 

@@ -1,7 +1,7 @@
 """What was measured on a machine as a Cluster of one node.
 
 On CPU a device is a core with its share of the memory. On CUDA a GPU is the catalogue's where it is
-known, so that its rates are dense peaks as elsewhere; what was measured lies beside.
+known, so that its rates are dense peaks as elsewhere; the measurements are stored with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def measured_cluster(measured: MachineMeasurements) -> Cluster:
     """The machine as a cluster.
 
     Raises:
-        OptionError: so little was measured that nothing can be priced.
+        OptionError: so little was measured that nothing can be estimated.
     """
     host = measured.host
     if measured.device == "cuda" and measured.devices:

@@ -261,7 +261,7 @@ def _over_limit(fit: Fit, spec: RunSpec) -> LayoutError:
 def predicted_and_counted(
     predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...]
 ) -> str:
-    """The fullest rank as foretold and as counted, in words."""
+    """The peak rank as predicted and as counted, in words."""
     was = max(row["total"] for row in counted)
     said = max(row["total"] for row in predicted)
     return (

@@ -46,7 +46,7 @@ def plan_training(
     expert_imbalance: float | None = None,
     by_hocket: bool = True,
 ) -> TrainingPlan:
-    """The best layouts of a model on a cluster, or one layout priced.
+    """The best layouts of a model on a cluster, or one layout estimated.
 
     Args:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
@@ -195,8 +195,8 @@ def plan_training(
         from hocket.planning.explain import explain_layout as sentences
 
         here = not all and not limits and found.best.runs_here
-        told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
-        found = dataclasses.replace(found, explanation=told)
+        explanation = sentences(problem, found.best, objective=objective, pins=pins, here=here)
+        found = dataclasses.replace(found, explanation=explanation)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The record of a training job: what its ranks told, handed on, and summed up at the end."""
+"""The record of a training job: what its ranks reported, handed on, and summed up at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Summary:
         memory_bytes: peak tensor bytes counted on each rank.
         memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
             `optimizer`, `activations`, `total`.
-        forecast: what was foretold of the run, None where nothing was tried.
+        forecast: predicted before the run, None where no prediction was tried.
         bubble: measured, of the recorded step; None without one.
         truncated_documents, truncated_tokens: of the data, cut at the length of a row.
         stopped: asked to stop by SIGTERM or SIGUSR1, it saved after `steps` and can be resumed.
@@ -125,11 +125,11 @@ class JobRecorder:
     def summary(self, folder: RunFolder) -> Summary:
         import statistics
 
-        told = forecast.read_forecast(folder)
+        saved = forecast.read_forecast(folder)
         found = Summary(
             run=folder.path,
             memory=self.memory,
-            forecast=None if told is None else told[0],
+            forecast=None if saved is None else saved[0],
             bubble=self.bubble,
             stopped=self.stopped,
             restarts=len(self.failures),

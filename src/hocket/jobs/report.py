@@ -26,7 +26,7 @@ def report_records(runs: Sequence[str | os.PathLike[str]]) -> list[RunRecord] | 
     """Read the run folders: of training jobs, or of servers.
 
     Raises:
-        OptionError: no run, more than two, or a training job beside a server.
+        OptionError: no run, more than two, or a training job and a server.
         RunFolderError: one of them holds no run.
     """
     from hocket.jobs.serving import report as serve_report

@@ -230,7 +230,7 @@ def _paths(name: str, value: Any) -> tuple[str, ...]:
 
 
 def layout_of(given: Mapping[str, Any]) -> Layout:
-    """The layout of a text under `layout` and fields beside it. Raises LayoutError."""
+    """The layout of a text under `layout` and further fields. Raises LayoutError."""
     fields = {n: given[n] for n in LAYOUT_FIELDS if given.get(n) is not None}
     layout = given.get("layout")
     if layout is None or layout == AUTO:
@@ -255,7 +255,7 @@ def layout_of(given: Mapping[str, Any]) -> Layout:
 def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The layout that `values` describe, field by field, so that another source can override it.
 
-    The text form under `layout` and the fields beside it must not contradict each other. Where
+    The text form under `layout` and the other fields must not contradict each other. Where
     there is a text, its axes are complete: those it leaves out are 1.
     """
     given = {name: value for name, value in values.items() if value is not None}

@@ -1,6 +1,6 @@
 """Resume: a run goes on from its newest checkpoint, in its own layout or in another.
 
-    run.json, and of it what may change -> the layout: its own, a given one, or chosen anew
+    run.json, and of it what may change -> the layout: its own, a given one, or chosen again
         -> checked as a new run's is -> what was recorded in the layout before, to earlier/N
         -> run.json, schedule.txt
 
@@ -252,8 +252,8 @@ def _layout(request: JobRequest, own: Layout) -> Layout:
     elif given:
         asked = dataclasses.replace(own, **{name: getattr(request.layout, name) for name in given})
     if "microbatches" not in given:
-        alike = dataclasses.replace(asked, microbatches=own.microbatches)
-        return own if alike == own else asked
+        same_microbatches = dataclasses.replace(asked, microbatches=own.microbatches)
+        return own if same_microbatches == own else asked
     return asked
 
 
@@ -336,19 +336,19 @@ def _set_aside(folder: RunFolder) -> Path | None:
     """Move what tells of the layout before into a run folder of its own, earlier/N, which can be
     reported; None where nothing was recorded. A crash in between leaves the files in both places,
     or in the new one."""
-    told = [file for file in _of_layout(folder) if file.is_file()]
-    if not told:
+    files = [file for file in _of_layout(folder) if file.is_file()]
+    if not files:
         return None
     there = folder.earlier
     aside = there / ".partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    for file in (*_of_run(folder), *told):
+    for file in (*_of_run(folder), *files):
         if file.is_file():
             shutil.copy2(file, aside / file.name)
     kept = next(path for n in itertools.count(1) if not (path := there / str(n)).exists())
     os.rename(aside, kept)
-    for file in told:
+    for file in files:
         file.unlink(missing_ok=True)
     return kept
 

@@ -1,7 +1,7 @@
 """The topology of a run: what the machine's devices are joined by, kept in the run folder.
 
 It is the part of the probe that is not about speed alone: host, devices, and what joins each two of
-them. `hocket report` draws it beside the layout.
+them. `hocket report` draws it next to the layout.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ WIDE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 WIDE_SIZES = {"seq_len": 64, "global_batch": 4, "steps": 4}
-"""The model whose messages are felt: a small batch, of two microbatches."""
+"""The model whose communication is emulated: a small batch, of two microbatches."""
 
 
 class Guide(Bench):
@@ -73,9 +73,9 @@ class Guide(Bench):
             job = request({**values, "backend": self.request.options.backend})
             if self._scale is None:
                 spec = job_spec(source, job, Layout(tp=2), WIDE, "tour")
-                felt = links.settled(self.launcher, spec).options.emulate_links
-                assert felt is not None
-                self._scale = Links.parse(felt).scale
+                emulated = links.settled(self.launcher, spec).options.emulate_links
+                assert emulated is not None
+                self._scale = Links.parse(emulated).scale
             options = dataclasses.replace(
                 job.options, emulate_links=f"{link}:scale={self._scale:g}"
             )
@@ -88,7 +88,7 @@ class Guide(Bench):
 
     def allowed(self, layout: str, limit: str | None) -> tuple[str, int, int]:
         """What `--memory-per-rank` makes of a layout: why it is refused (or nothing), the bytes
-        of its fullest rank as foretold, and as counted.
+        of its peak rank as predicted, and as counted.
         """
         options = dataclasses.replace(self.request.options, memory_per_rank=limit or "1TB")
         job = dataclasses.replace(self.request, options=options)
@@ -96,7 +96,7 @@ class Guide(Bench):
         found = self.run(strategy, request=job)
         if not found.ran:
             return found.reason, 0, 0
-        return "", int(found.predicted["required_bytes"]), found.fullest["total"]
+        return "", int(found.predicted["required_bytes"]), found.peak_rank["total"]
 
     @property
     def batch(self) -> int:

@@ -34,7 +34,7 @@ def _verdict(holds: bool, otherwise: str = "false", here: str = "true") -> str:
 def threads(guide: Guide) -> Stop:
     """Data parallel in one process: what the first device bears."""
     one, found = guide.way("dp1"), guide.way("dp2:data_parallel=threads")
-    parameters = one.fullest["parameters"]
+    parameters = one.peak_rank["parameters"]
     vocabulary = guide.source.dimensions.vocab_size
     optimizer = 2 * parameters  # AdamW's two moments
     outputs = 2 * guide.tokens * vocabulary * FLOAT  # all logits and their gradient
@@ -66,7 +66,7 @@ def processes(guide: Guide) -> Stop:
     """Data parallel in processes: only gradients travel."""
     one, found = guide.way("dp1"), guide.way("dp2")
     thread = guide.way("dp2:data_parallel=threads")
-    predicted = one.fullest["gradients"]
+    predicted = one.peak_rank["gradients"]
     rows = [r for r in found.collectives if r["name"] == "all-reduce" and r["axis"] == "dp"]
     measured = sum(row["bytes"] for row in rows) / found.strategy.layout.world_size
     totals = {row["total"] for row in found.memory}
@@ -105,7 +105,7 @@ def _step(found: StrategyResult) -> str:
 
 def zero(guide: Guide) -> Stop:
     """Replicas that share what each of them would hold (ZeRO)."""
-    plain = guide.way("dp2").fullest
+    plain = guide.way("dp2").peak_rank
     stages = [stage for stage in (1, 2, 3) if runs(Layout(dp=2, zero=stage))]
     found = {stage: guide.way(f"dp2:zero={stage}") for stage in stages}
     last = stages[-1]
@@ -113,8 +113,8 @@ def zero(guide: Guide) -> Stop:
     state = sum(plain[kind] for kind in kinds)
     whole = 0 if last == 3 else plain["parameters"]
     predicted = whole + (state - whole) / 2
-    measured = sum(found[last].fullest[kind] for kind in kinds)
-    limit = f"{math.floor((plain['total'] + found[last].fullest['total']) / 2e6)}MB"
+    measured = sum(found[last].peak_rank[kind] for kind in kinds)
+    limit = f"{math.floor((plain['total'] + found[last].peak_rank['total']) / 2e6)}MB"
     refusal, _, _ = guide.allowed("dp2", limit)
     refused, _, counted = guide.allowed(f"dp2:zero={last}", limit)
     near = abs(measured - predicted) < 0.05 * predicted
@@ -135,7 +135,7 @@ def zero(guide: Guide) -> Stop:
         bars=(
             ("dp2", 1.0, format_bytes(plain["total"])),
             *(
-                (f"ZeRO-{stage}", o.fullest["total"] / plain["total"], _kinds(o))
+                (f"ZeRO-{stage}", o.peak_rank["total"] / plain["total"], _kinds(o))
                 for stage, o in found.items()
             ),
             ("|", parse_bytes(limit) / plain["total"], format_bytes(parse_bytes(limit))),
@@ -144,10 +144,10 @@ def zero(guide: Guide) -> Stop:
 
 
 def _kinds(found: StrategyResult) -> str:
-    """The fullest rank's bytes in all, and of what stands from step to step."""
+    """The peak rank's bytes in all, and of what is kept from step to step."""
     kinds = ("parameters", "gradients", "optimizer")
-    each = " + ".join(format_bytes(found.fullest[kind]) for kind in kinds)
-    return f"{format_bytes(found.fullest['total'])} ({each})"
+    each = " + ".join(format_bytes(found.peak_rank[kind]) for kind in kinds)
+    return f"{format_bytes(found.peak_rank['total'])} ({each})"
 
 
 def layers(guide: Guide) -> Stop:
@@ -289,7 +289,7 @@ def half_layers(guide: Guide) -> Stop:
 def three(guide: Guide) -> Stop:
     """Data, pipeline and tensor parallelism together."""
     one, found = guide.way("dp1"), guide.way("dp2.pp2.tp2:microbatches=4")
-    whole = one.fullest["parameters"]
+    whole = one.peak_rank["parameters"]
     shares = [row["parameters"] / whole for row in found.memory]
     mean = sum(shares) / len(shares)
     assert found.worst is not None
@@ -300,7 +300,7 @@ def three(guide: Guide) -> Stop:
         values={
             "predicted": "25%",
             "measured": f"{mean:.1%}",
-            "fullest": f"{max(shares):.1%}",
+            "peak_rank": f"{max(shares):.1%}",
             "worst": f"{found.worst:.0%}",
         },
         bars=tuple((str(rank), share, f"{share:.1%}") for rank, share in enumerate(shares)),
@@ -329,7 +329,7 @@ def links_compared(guide: Guide) -> Stop:
             "measured": f"{ratios[0]:.1f}",
             "pipeline": f"{ratios[1]:.1f}",
         },
-        bars=tuple((name, value / 37.5, beside) for name, value, beside in rows),
+        bars=tuple((name, value / 37.5, label) for name, value, label in rows),
     )
 
 
@@ -344,7 +344,7 @@ def crossover(guide: Guide) -> Stop:
         measured.append(tensor.step_seconds / pipeline.step_seconds)
         predicted.append(tensor.predicted["step_seconds"] / pipeline.predicted["step_seconds"])
     turns = measured[0] < 1 < measured[1]
-    foretold = predicted[0] < 1 < predicted[1]
+    crossover_predicted = predicted[0] < 1 < predicted[1]
     most = max(*measured, *predicted)
     names = (f"{FAST} {{predicted}}", "{measured}", f"{SLOW} {{predicted}}", "{measured}")
     values = (predicted[0], measured[0], predicted[1], measured[1])
@@ -352,7 +352,7 @@ def crossover(guide: Guide) -> Stop:
         key="crossover",
         command="hocket train tiny-llama --data CHANGELOG.md --layout tp2 --emulate-links pcie4 "
         "--steps 20",
-        verdict=_verdict(turns and foretold),
+        verdict=_verdict(turns and crossover_predicted),
         values={
             "slow": kind(SLOW).title.removesuffix(" x16"),
             "fast": kind(FAST).title.removesuffix(", switch"),

@@ -90,7 +90,7 @@ def train_model(
             with _warm(launcher, options) as warm:
                 spec = resumed(found, record, launcher=warm)
                 summary = _launched(warm, found.folder, spec, record, request, faults=faults)
-        return _told(summary, request, record)
+        return _report(summary, request, record)
     if request.run is not None:
         lock.reject_locked(request.run)
     request = defaults.with_layout(request)
@@ -105,7 +105,7 @@ def train_model(
         summary = _launched(
             warm, folder, spec, record, request, accumulate=_may_accumulate(request), faults=faults
         )
-    return _told(summary, request, record)
+    return _report(summary, request, record)
 
 
 def _launched(
@@ -146,7 +146,7 @@ def _finished(request: JobRequest, rows: list[dict[str, Any]], record: JobRecord
     return record.summary(RunFolder(request.run))
 
 
-def _told(summary: Summary, request: JobRequest, record: JobRecorder) -> Summary:
+def _report(summary: Summary, request: JobRequest, record: JobRecorder) -> Summary:
     """With the page of a run whose layout hocket chose."""
     if request.auto:
         summary.report = report.of_ended(summary.run, record.note)
@@ -176,9 +176,9 @@ def prepare_run(
         if idle := defaults.idle_cores(job.request.options, job.layout.world_size):
             record.note(idle)
         return prepare.write_run(job, folder, config, command)
-    told, job = forecast_policy.auto_layout(job, config, record, launcher=launcher)
+    predicted, job = forecast_policy.auto_layout(job, config, record, launcher=launcher)
     spec = prepare.write_run(job, folder, config, command)
-    forecast.write_forecast(folder, told)
+    forecast.write_forecast(folder, predicted)
     return spec
 
 
@@ -194,9 +194,11 @@ def resumed(found: resume.Resumed, record: JobRecorder, *, launcher: Launcher) -
         record.note(f"the frozen weights are those of {found.spec.weights}, as run.json names them")
     if not found.job.request.auto:
         return resume.write_resumed(found, record)
-    told, job = forecast_policy.auto_layout(found.job, found.spec.config, record, launcher=launcher)
+    predicted, job = forecast_policy.auto_layout(
+        found.job, found.spec.config, record, launcher=launcher
+    )
     spec = resume.write_resumed(dataclasses.replace(found, job=job), record)
-    forecast.write_forecast(found.folder, told)
+    forecast.write_forecast(found.folder, predicted)
     return spec
 
 
@@ -239,7 +241,7 @@ def launch_ranks(
     if remark is not None:
         record.note(remark)
     record.phase("starting ranks")
-    beside = BackgroundLoad()
+    background_load = BackgroundLoad()
     with upload.uploads(folder, spec, record):
         restart.run_with_restarts(
             launcher,
@@ -251,7 +253,7 @@ def launch_ranks(
             startup_timeout=max(STARTUP, spec.options.timeout),
             silence_timeout=spec.options.timeout,
         )
-    disturbance = beside.cores()
+    disturbance = background_load.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
         write_text(folder.others_file, json.dumps({"cores": disturbance}))
     if disturbance > DISTURBED:

@@ -1,7 +1,7 @@
 """Validation: does the layout fit the model, the batch and the machine? Asked before ranks start.
 
 Torch-free: the model's dimensions hold every number that is needed. What divides what is said by
-`spec.legality`, which the planner reads too; here stands how a refusal is told.
+`spec.legality`, which the planner reads too; this is how a rejection is worded.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def run_joined(
     """Be this process's rank: call `entry` here and return when it does.
 
     `on_event` sees the events of this rank alone, each with its number under `rank`. What the
-    entry raises is raised; torchrun is told of it in its own way, so that it blames this rank.
+    entry raises is raised; torchrun gets it in its own way, so that it blames this rank.
 
     Args:
         entry: `module:function`, called as `function(context, payload)`.

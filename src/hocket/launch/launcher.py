@@ -156,7 +156,7 @@ class Launcher:
         Args:
             entry: what each rank calls with its RankContext and the payload.
             world_size: number of ranks.
-            payload: plain data (JSON) for all ranks alike.
+            payload: plain data (JSON) the same for all ranks.
             on_event: called with each event that a rank emits, its number under `rank`.
             on_output: called with rank and line for what ranks print. None: standard error.
             logs: a folder for `rank-N.log` files, which then take the output instead.

@@ -65,7 +65,7 @@ class LineWriter:
 
 
 def send(connection: socket.socket, message: Message, fds: list[int] | None = None) -> None:
-    """One small message as one packet, with descriptors beside it."""
+    """One small message as one packet, with descriptors."""
     data = json.dumps(message).encode()
     if fds:
         socket.send_fds(connection, [data], fds)

@@ -34,7 +34,7 @@ from typing import Any
 from hocket.launch import lines
 from hocket.launch.rank import die_with, run_rank
 
-# The slow imports of every rank, in this order so that the costs can be told apart.
+# The slow imports of every rank, in this order so that the costs can be separated.
 SLOW = ("torch", "torch.distributed", "torch._dynamo", "transformers")
 # What they leave to their first use; a name that a version lacks is passed over.
 LATE = (

@@ -1,6 +1,6 @@
 """One run as the parent sees it: ranks begin, speak, and end; the first failure ends all.
 
-asked -> began -> started -> events ... -> finished -> told to leave -> ended 0
+asked -> began -> started -> events ... -> finished -> asked to leave -> ended 0
                      |            |
                      +------------+-> failed, killed, silent -> all are ended
 """

@@ -2,7 +2,7 @@
 
 A template is a program in Jinja. It comes with the model, or from the operator's file, never from
 a request; it runs sandboxed, sees plain data alone, and its output is bounded. A server renders in
-a process beside it (`serving.front.renderer`), which ends when it takes too long or too much.
+a separate process (`serving.front.renderer`), which ends when it takes too long or too much.
 
 The names that templates may use are those that transformers gives them.
 """

@@ -16,7 +16,7 @@ from hocket.spec.errors import ModelError
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 CONFIG = ("config.json", ADAPTER_CONFIG)
-_BESIDE = (
+_TOKENIZER_FILES = (
     "generation_config.json", INDEX, "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*",
     "additional_chat_templates/*",
@@ -35,7 +35,7 @@ def fetched_directory(repo: repo_id.RepoId, *, weights: bool, code: bool = False
     Raises:
         ModelError: as `hub.snapshot`, or it holds no weights in safetensors.
     """
-    patterns = (*CONFIG, *(_BESIDE if weights else ()), *(("*.py",) if code else ()))
+    patterns = (*CONFIG, *(_TOKENIZER_FILES if weights else ()), *(("*.py",) if code else ()))
     folder = hub.snapshot(repo, patterns)
     here = repo.at(folder)
     config, adapter = folder / "config.json", folder / ADAPTER_CONFIG

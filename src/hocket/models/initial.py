@@ -65,7 +65,7 @@ def random_values(
 def buffer_values(skeleton: nn.Module, module_name: str) -> dict[str, Tensor]:
     """The buffers of one module as its family's initialisation makes them, on CPU.
 
-    Rotary frequencies and embedding scales are in no weight file; transformers makes them anew
+    Rotary frequencies and embedding scales are in no weight file; transformers makes them again
     whenever it loads a model, by the same function. What that leaves out, a constant that only
     the constructor computes, is taken from a model that is constructed once more.
 

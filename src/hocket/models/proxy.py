@@ -186,9 +186,9 @@ def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
     taking = range(total - int(getattr(config, _TAKING, None) or 0), total)
     chosen: list[int] = []
     for kind in dict.fromkeys(kinds[:total]):
-        alike = [i for i in range(total) if kinds[i] == kind]
-        second = next((i for i in alike if i in taking), None)
-        chosen += alike[:2] if second is None else dict.fromkeys((alike[0], second))
+        same_kind = [i for i in range(total) if kinds[i] == kind]
+        second = next((i for i in same_kind if i in taking), None)
+        chosen += same_kind[:2] if second is None else dict.fromkeys((same_kind[0], second))
     chosen += [i for i in range(total) if i not in chosen][: max(0, NUM_LAYERS - len(chosen))]
     return tuple(sorted(chosen))
 

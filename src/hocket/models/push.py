@@ -91,5 +91,5 @@ def _refused(repo: repo_id.RepoId, error: Exception) -> HocketError:
             f"the token in use may not write to {repo.id} (the Hub answers {status})",
             hint="hf auth login, with a token that has write access",
         )
-    told = hub_errors.explanation(repo, error)
-    return OptionError(f"{repo.id} was not pushed: {told.message}", hint="run the command again")
+    failed = hub_errors.explanation(repo, error)
+    return OptionError(f"{repo.id} was not pushed: {failed.message}", hint="run the command again")

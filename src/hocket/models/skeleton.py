@@ -98,7 +98,7 @@ def build_skeleton(
     device: str | torch.device = "meta",
     router_loss: bool = True,
 ) -> nn.Module:
-    """Build the whole model; on the meta device unless told otherwise, and never initialised.
+    """Build the whole model; on the meta device unless specified otherwise, and never initialised.
 
     The attention implementation is always given, so that a configuration cannot choose one. A
     family that has no fused attention gets `eager`, unless another one than `sdpa` was asked for.

@@ -98,7 +98,7 @@ def resolve_model(
     Args:
         name: see the table above.
         trust_remote_code: allow a directory whose configuration names its own code.
-        weights: False takes the configuration alone, even where weights lie beside it.
+        weights: False takes the configuration alone, even where there are weights.
 
     Raises:
         ModelError: nothing of that name, an unreadable configuration, a model type that the
@@ -314,7 +314,7 @@ def _not_exported(name: str, path: Path) -> ModelError:
 
 
 def _said(spec: Path) -> dict[str, Any]:
-    """What run.json says; nothing where it is damaged, which is told by whoever needs it."""
+    """What run.json says; nothing where it is damaged, which the caller that needs it reports."""
     try:
         said = parse_json(spec.read_text())
     except (OSError, ValueError):

@@ -36,7 +36,7 @@ from hocket.spec.errors import WeightsError
 from hocket.spec.placement import Placement
 
 _MOST_LISTED = 20
-# Saved by old versions of many families; tables that every model makes anew.
+# Saved by old versions of many families; tables that every model makes itself.
 _IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"attention\.(masked_)?bias$")
 
 

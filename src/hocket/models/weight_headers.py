@@ -26,7 +26,7 @@ def headers(directory: Path) -> dict[str, TensorFile]:
 
     Raises:
         WeightsError: a file is missing or damaged, two hold the same name, or the index cannot be
-            read or names what is no file beside it.
+            read or names a file that is not in its folder.
     """
     index = directory / INDEX
     where: dict[str, TensorFile] = {}

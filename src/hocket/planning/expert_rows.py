@@ -4,7 +4,7 @@ shape        the catalogue's where a name and the numbers of a row agree with it
              made of the columns experts, top_k, moe_ffn and shared_experts
 dispatcher   alltoall sends a copy of a token to each of its experts; flex (DeepEP, HybridEP)
              sends one to each node, and deals it out there
-overlap      `EP a2a`: dispatching beside the compute of another microbatch; what is left exposed
+overlap      `EP a2a`: dispatching during the compute of another microbatch; what is left exposed
              is `OVERLAPPED`; a row that says nothing has its software's share
 capacity     tokens beyond an expert's capacity are dropped: no rank has more than the mean
 routing      natural: the most loaded rank has `NATURAL` times the mean; else even
@@ -23,7 +23,7 @@ from hocket.planning.problem import EXPERT_IMBALANCE
 from hocket.spec.model_shape import ModelShape
 
 OVERLAPPED = 0.2
-"""Share of dispatching that stays exposed where it runs beside compute of other microbatches: its
+"""Share of dispatching that stays exposed where it overlaps with compute of other microbatches: its
 first and last part of a step, and the slower kernels of both."""
 
 EXPERT_TIME, EXPERT_PASSES = 1.6e-3, 4.0
@@ -45,7 +45,7 @@ COLUMNS = (
     "experts", "top_k", "moe_ffn", "shared_experts", "etp", "dispatcher", "overlap", "cuda_graph",
     "attention", "peak_or_steady",
 )  # fmt: skip
-"""Of a table, beside those of dense runs."""
+"""Of a table, in addition to those of dense runs."""
 
 VOCABULARIES = ((r"grok", 131072),)
 """Of models whose rows leave it out: as published (xai-org/grok-1)."""

@@ -1,7 +1,7 @@
 """Explain: why the winner wins, why its neighbours lose, and what would change the answer.
 
 Every sentence is computed: a neighbour is the best layout with one axis changed, a counterfactual
-the best layout on a machine with one property changed, both priced as the winner was.
+the best layout on a machine with one property changed, both estimated as the winner was.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def explain_layout(
 def _winner(problem: Problem, best: LayoutForecast) -> Iterator[str]:
     step = best.step_seconds.median
     shares = sorted(best.parts.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step)
-    yield f"{best.layout} takes {format_seconds(step)} a step: {told}."
+    parts = ", ".join(
+        f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step
+    )
+    yield f"{best.layout} takes {format_seconds(step)} a step: {parts}."
     largest = sorted(best.memory_by_kind.items(), key=lambda item: -item[1])[:2]
     kinds = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
     yield (
@@ -87,7 +89,7 @@ def _losers(
     problem: Problem, best: LayoutForecast, objective: str, pins: dict[str, Any], here: bool
 ) -> Iterator[str]:
     names: dict[Layout, list[str]] = {}  # several changes may lead to one layout
-    told: dict[Layout, tuple[float, str]] = {}
+    losers: dict[Layout, tuple[float, str]] = {}
     for name, change in _neighbours(problem, best, here):
         if any(key in pins for key in change):
             continue
@@ -98,15 +100,15 @@ def _losers(
         if found.num_fitting == 0:
             assert found.least is not None
             layout, high = found.least
-            told[layout] = high / problem.usable, f"does not fit: at least {format_bytes(high)}"
+            losers[layout] = high / problem.usable, f"does not fit: at least {format_bytes(high)}"
         else:
             other = layout_forecast(problem, found.best, 0)
             layout = other.layout
             ratio = _value(other, objective) / _value(best, objective)
-            told[layout] = ratio - 1, _loses(problem, best, other, objective)
+            losers[layout] = ratio - 1, _loses(problem, best, other, objective)
         names.setdefault(layout, []).append(name)
-    told.pop(best.layout, None)
-    for layout, (_, sentence) in sorted(told.items(), key=lambda item: item[1])[:SHOWN]:
+    losers.pop(best.layout, None)
+    for layout, (_, sentence) in sorted(losers.items(), key=lambda item: item[1])[:SHOWN]:
         yield f"{_either(names[layout])} {sentence} ({layout})."
 
 

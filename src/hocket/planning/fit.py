@@ -1,4 +1,4 @@
-"""Fit: whether a rank's memory suffices. One rule, of plans and of the validation alike.
+"""Fit: whether a rank's memory suffices. One rule, for plans and for the validation.
 
 fits     the expected peak without the allocator's slack, which it returns when memory runs
          out, is no more than a process can have: such runs were published
@@ -21,7 +21,7 @@ Numbers = Any
 
 
 def fits_memory(expected: MemoryEstimate, usable: Numbers) -> Numbers:
-    """Whether the fullest rank's peak fits `usable` bytes."""
+    """Whether the peak memory per rank fits `usable` bytes."""
     return expected.least <= usable
 
 

@@ -53,12 +53,12 @@ class LayoutForecast:
         tokens_per_second_per_gpu: of the step.
         mfu: model FLOP/s utilisation: the model's own operations (attention unmasked, nothing
             recomputed) over the dense rate.
-        memory: bytes expected on the fullest GPU; `memory_high` at the 95th percentile.
+        memory: bytes expected on the peak GPU; `memory_high` at the 95th percentile.
         memory_by_kind: `memory` by what it holds.
         fits: whether a process can have what is expected (`planning.fit`).
         tight: whether it fits and `memory_high` leaves less than the headroom free.
         bubble: share of the pipeline in which a rank waits, on average.
-        exposed: share of the step that is communication beside which nothing is computed.
+        exposed: share of the step that is communication that nothing overlaps.
         parts: seconds of the step by what they go to.
         dollars_per_billion_tokens: None where the catalogue has no price.
         simulated: whether the pipeline was played event by event, not by a closed form.
@@ -109,7 +109,7 @@ class LayoutForecast:
 def layout_forecast(
     problem: Problem, priced: Priced, index: int, *, num_similar: int = 0
 ) -> LayoutForecast:
-    """The forecast of one priced row. `num_similar`: as in `LayoutForecast`."""
+    """The forecast of one evaluated row. `num_similar`: as in `LayoutForecast`."""
     row = priced.take(np.array([index]))
     at, times = row.layouts, row.times
     layout = layout_at(at, 0)
@@ -137,7 +137,7 @@ def layout_forecast(
         "optimizer": float(times.optimizer[0]),
     }
     parts["other"] = max(seconds - sum(parts.values()), 0.0)
-    if parts["other"] == 0.0:  # data-parallel traffic that stays beside compute is in both
+    if parts["other"] == 0.0:  # data-parallel traffic that overlaps with compute is in both
         parts["compute"] += seconds - sum(parts.values())
     rate = gpus * gpu.flops[problem.precision]
     price = gpu.price

@@ -61,7 +61,7 @@ LATE = ("zero-bubble", "zb-v")
 """Schedules that put the weights' gradients off."""
 MOST_VIRTUAL = 16
 
-_NAMED = {priced: name for name, priced in NAMES.items()}
+_NAMED = {value: name for name, value in NAMES.items()}
 
 Pins = Mapping[str, Any]
 
@@ -88,9 +88,9 @@ def layout_pins(texts: Sequence[str]) -> dict[str, Any]:
         if key in ("microbatch", "etp"):
             found[key] = int(value)
             continue
-        # Read, and judged, as a layout's field, beside what it needs.
-        beside = {"ep": {"cp": value.strip()}, "shard": {"dp": value.strip(), "zero": "1"}}
-        fields = {key: value.strip(), **beside.get(key, {})}
+        # Read, and judged, as a layout's field, with the fields it needs.
+        required = {"ep": {"cp": value.strip()}, "shard": {"dp": value.strip(), "zero": "1"}}
+        fields = {key: value.strip(), **required.get(key, {})}
         again = getattr(Layout.parse("tp1" if "dp" in fields else "dp1", **fields), key)
         if found.get(key, again) != again:
             raise OptionError(f"--pin gives {key} twice: {found[key]} and {again}")

@@ -29,7 +29,7 @@ OTHERS = (
     "nvlink2", "nvlink2-mesh", "nvlink3", "nvlink3-mesh", "nvlink4", "nvlink4-mesh", "nvlink5",
     "nvlink5-mesh", "pcie4", "pcie5", "net100g", "net200g", "net400g",
 )  # fmt: skip
-"""Links that every axis is priced on."""
+"""Links that every axis is estimated on."""
 
 MESH = 8
 """GPUs of the domain that links without a switch are spread over."""
@@ -44,7 +44,7 @@ class AxisLinks:
 
     Attributes:
         axis: its name. ranks: of one group.
-        messages, bytes: of the fullest rank and step; what is handed to collectives and sent.
+        messages, bytes: of the busiest rank and step; what is handed to collectives and sent.
         sent: bytes that this rank's links carry each way.
         link: what it crosses. rate: bytes/s of that, per GPU and direction, shared rates divided.
         seconds: of a step there.

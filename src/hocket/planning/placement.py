@@ -1,7 +1,7 @@
 """Placement: which axis of a layout lies innermost, so that what talks most has the fastest links.
 
 The order of axes over ranks changes nothing that is computed or sent, only which links each message
-crosses. So every order is priced on the links its groups really cross, and the cheapest is taken.
+crosses. So every order is estimated on the links its groups cross, and the cheapest is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hocket.planning.problem import Problem
 from hocket.spec.layout import AXES, Layout
 
 EQUAL = 1e-3
-"""Orders whose prices differ by less than this share are alike; the default one is kept."""
+"""Orders whose prices differ by less than this share are equal; the default one is kept."""
 
 
 LARGEST = 64
@@ -45,7 +45,7 @@ def orders(layout: Layout) -> list[tuple[str, ...]]:
     return found
 
 
-def priced(problem: Problem, layout: Layout) -> list[tuple[float, tuple[str, ...]]]:
+def estimated_orders(problem: Problem, layout: Layout) -> list[tuple[float, tuple[str, ...]]]:
     """Seconds that a step's messages take in each order, and the order; the cheapest first.
 
     Args:
@@ -72,7 +72,7 @@ def best_order(problem: Problem, layout: Layout) -> Layout:
     """The layout in the order whose messages take least time on this cluster's links."""
     if sum(layout.degree(axis) > 1 for axis in AXES) < 2:
         return layout
-    return dataclasses.replace(layout, order=priced(problem, layout)[0][1])
+    return dataclasses.replace(layout, order=estimated_orders(problem, layout)[0][1])
 
 
 def placed_forecast(problem: Problem, found: LayoutForecast) -> LayoutForecast:

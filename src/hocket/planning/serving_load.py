@@ -1,7 +1,7 @@
 """Loads: what a replica gives under a number of requests at once, as a fixed point of its steps.
 
 Requests follow each other without a pause (closed loop). In steady state b of them run; each step
-gives each a token, and prompts of those that follow are run beside:
+gives each a token, and prompts of those that follow run in the same step:
 
     tokens of prompts   b x prompt / output a step on average, in chunks that steps have room for
     step                with a chunk (a share f of the steps) or without
@@ -42,7 +42,7 @@ ROUNDS = 12
 """Of the fixed point of separated workers; it is damped and has settled long before."""
 
 BURST = 0.05
-"""Of all prompts at once, the share that a request waits for on average besides: all of them start
+"""Of all prompts at once, the share that a request waits for on average as well: all of them start
 together, and benchmarks run ten requests for each at once (half of the prompts, once in ten)."""
 
 Constants = Callable[[Sequence[ServingTableRow]], ServingConstants]

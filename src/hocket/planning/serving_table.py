@@ -1,8 +1,8 @@
-"""Rows of a table of published serving runs, as what can be priced: model, replica, GPUs, load.
+"""Rows of a table of published serving runs, as what can be estimated: model, replica, GPUs, load.
 
 The columns are those of a table that lists, for each measured run, the model, the GPUs and the
 degrees of its layout, the engine, and the load. What a row lacks and cannot be assumed is the
-reason for which it is left out. Assumed, with the reason beside the rule:
+reason for which it is left out. Assumed, with the reason next to the rule:
 
     precision absent       the checkpoint's own: 16 bits
     attention_dp absent    what the experts' ranks leave: moe_tp x ep / tp
@@ -153,7 +153,7 @@ class DisaggregatedWorkers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingTableRow:
-    """One run that can be priced.
+    """One run that can be estimated.
 
     Attributes:
         family: the GPU's: A100, H100. mainstream: A100, H100 or H200.

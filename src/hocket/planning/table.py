@@ -1,8 +1,8 @@
-"""Rows of a table of published training runs, as what can be priced: model, layout, machine, stack.
+"""Rows of a table of published training runs that can be estimated: model, layout, machine, stack.
 
 The columns are those of a table that lists, for each measured step, the model's dimensions, the
 degrees of its layout, the machine and free notes. What a row lacks and cannot be assumed is the
-reason for which it is left out. Assumed, with the reason beside the rule:
+reason for which it is left out. Assumed, with the reason next to the rule:
 
     vocabulary absent            50304, GPT-2's padded
     feed-forward width absent    4 x hidden
@@ -110,7 +110,7 @@ KINDS = ((FULL, "full"), (MODULES, "modules"), (SELECTIVE, "selective"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One run that can be priced.
+    """One run that can be estimated.
 
     Attributes:
         kind: MAINSTREAM (dense, 16 bits, A100 or H100), else what it is reported under.

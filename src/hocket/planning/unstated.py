@@ -1,6 +1,6 @@
 """Unstated knobs of a published run: what its row leaves out, resolved as `plan` chooses it.
 
-Every value that the software has of what the row leaves out, beside what the row states; of these
+Every value that the software has of what the row leaves out, with what the row states; of these
 layouts the fastest that fits (`planning.fit`), or the one of least memory where none does. A run
 that was published fitted, so the headroom of a proposal is not asked of it.
 """

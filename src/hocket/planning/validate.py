@@ -91,12 +91,12 @@ class ValidationReport:
 
     Attributes:
         ids: of every row, in the table's order. keys: the same, an id that comes again with its
-            number behind it; `left_out` and each priced row go by these.
+            number behind it; `left_out` and each estimated row go by these.
     """
 
     overall: ValidationScores
     groups: dict[str, ValidationScores]
-    priced: tuple[ValidatedRow, ...]
+    predicted_rows: tuple[ValidatedRow, ...]
     left_out: dict[str, str]
     ids: tuple[str, ...]
     keys: tuple[str, ...]
@@ -121,13 +121,13 @@ def validate_training(path: str | Path) -> ValidationReport:
 def training_report(table: Sequence[Mapping[str, str]]) -> ValidationReport:
     """Price every row of a table that has been read."""
     ids = tuple(line["id"] for line in table)
-    keys = _told_apart(ids)
+    keys = _distinct_ids(ids)
     table = [{**line, "id": key} for line, key in zip(table, keys, strict=True)]
     found, left_out = training_rows(table)
-    priced = price_training_rows(found)
+    predicted_rows = price_training_rows(found)
     source = {line["id"]: line["source"] for line in table}
     names: dict[str, list[ValidatedRow]] = {}
-    for one in priced:
+    for one in predicted_rows:
         names.setdefault(training_group(one.row), []).append(one)
     missing: dict[str, int] = {}
     for name in left_out:
@@ -137,19 +137,19 @@ def training_report(table: Sequence[Mapping[str, str]]) -> ValidationReport:
         for name, members in names.items()
     }
     main = [s for name, s in groups.items() if not name.startswith("other:")]
-    for name, count in missing.items():  # sources of which no row could be priced
+    for name, count in missing.items():  # sources of which no row could be estimated
         groups[name] = dataclasses.replace(training_scores([], count))
     return ValidationReport(
         overall=average_training_scores(main, len(left_out)),
         groups=groups,
-        priced=tuple(priced),
+        predicted_rows=tuple(predicted_rows),
         left_out=left_out,
         ids=ids,
         keys=keys,
     )
 
 
-def _told_apart(ids: Sequence[str]) -> tuple[str, ...]:
+def _distinct_ids(ids: Sequence[str]) -> tuple[str, ...]:
     seen: dict[str, int] = {}
     keys = []
     for name in ids:
@@ -169,11 +169,11 @@ def price_training_rows(
 ) -> list[ValidatedRow]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
     medians = csv_rows.medians((row.key, row.measured) for row in found)
-    priced: dict[int, ValidatedRow] = {}
+    predicted_rows: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
-        alike = [found[place] for place in places]
-        priced |= zip(places, _price(alike, medians, change), strict=True)
-    return [priced[place] for place in range(len(found))]
+        same_change = [found[place] for place in places]
+        predicted_rows |= zip(places, _price(same_change, medians, change), strict=True)
+    return [predicted_rows[place] for place in range(len(found))]
 
 
 def _price(
@@ -250,7 +250,7 @@ def write_training_predictions(report: ValidationReport, path: str | Path) -> No
     """`id`, `predicted_iter_s`, `predicted_mem_gb` (in the unit and the way of counting of the
     row's source), `fits`, `resolved` (`micro_batch=2, sp=1`) and `left_out` of every row, in the
     table's order."""
-    known = {p.row.id: p for p in report.priced}
+    known = {p.row.id: p for p in report.predicted_rows}
 
     def line(name: str, key: str) -> tuple[str, ...]:
         one = known.get(key)

@@ -78,7 +78,7 @@ class ServingValidationReport:
     dense: ServingValidationScores
     groups: dict[str, ServingValidationScores]
     families: dict[str, ServingValidationScores]
-    priced: tuple[ValidatedServingRow, ...]
+    predicted_rows: tuple[ValidatedServingRow, ...]
     left_out: dict[str, str]
     ids: tuple[str, ...]
 
@@ -112,14 +112,14 @@ def serving_report(
 ) -> ServingValidationReport:
     """Price every row of a table that has been read."""
     found, left_out = serving_rows(table)
-    priced = price_serving_rows(found, change)
+    predicted_rows = price_serving_rows(found, change)
     several: dict[str, set[str]] = {}
-    for one in priced:
+    for one in predicted_rows:
         if one.row.mainstream:
             several.setdefault(one.row.source, set()).add(one.row.engine)
     names: dict[str, list[ValidatedServingRow]] = {}
     families: dict[str, list[ValidatedServingRow]] = {}
-    for one in priced:
+    for one in predicted_rows:
         names.setdefault(serving_group(one.row, several), []).append(one)
         families.setdefault(one.row.gpu, []).append(one)
     source = {line["id"]: line["source"] for line in table}
@@ -136,14 +136,14 @@ def serving_report(
         figures[key] = dataclasses.replace(
             figures.get(key, serving_scores([])), rows_left_out=count
         )
-    chosen = [p for p in priced if p.row.mainstream]
+    chosen = [p for p in predicted_rows if p.row.mainstream]
     return ServingValidationReport(
         overall=serving_scores(chosen, len(left_out)),
         averaged=average_serving_scores(main, len(left_out)),
         dense=serving_scores([p for p in chosen if not p.row.experts]),
         groups=figures,
         families={name: serving_scores(members) for name, members in families.items()},
-        priced=tuple(priced),
+        predicted_rows=tuple(predicted_rows),
         left_out=left_out,
         ids=tuple(line["id"] for line in table),
     )
@@ -212,7 +212,7 @@ def average_serving_scores(
 def write_serving_predictions(report: ServingValidationReport, path: str | Path) -> None:
     """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total`, `assumed`
     (`isl=220 (openorca), tp=2`) and `left_out` of every row, in the table's order."""
-    known = {p.row.id: p for p in report.priced}
+    known = {p.row.id: p for p in report.predicted_rows}
 
     def line(name: str) -> tuple[str, ...]:
         one = known.get(name)

@@ -66,7 +66,7 @@ class Calibrator:
             self._settle()
             self._samples[name].append((self._reads() - start) / CALLS[name])
 
-    def told(self, part: str) -> list[Pulse]:
+    def pulses_since(self, part: str) -> list[Pulse]:
         """What the samples since the last call come to: one row a kind; none without a sample."""
         found = [
             Pulse(part=part, operation=name, seconds=taken.seconds, spread=taken.spread)

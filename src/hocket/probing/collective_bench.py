@@ -74,7 +74,7 @@ class Room:
     def axis(self, world: int, ranks: int, backend: str) -> Axis:
         """This rank's group where the first `world` ranks are cut into groups of `ranks`.
 
-        Called by all ranks of the run alike; those beyond `world` get an axis of themselves.
+        Called by all ranks of the run; those beyond `world` get an axis of themselves.
         """
         rows = [tuple(range(first, first + ranks)) for first in range(0, world, ranks)]
         new = [row for row in rows if (row, backend) not in self._groups]
@@ -93,13 +93,13 @@ class Room:
 
     def total(self, value: float) -> float:
         """The sum of all ranks' values, on all ranks."""
-        return sum(row[0] for row in self.told(value))
+        return sum(row[0] for row in self.exchange(value))
 
     def agree(self, value: float) -> float:
         """The largest value of all ranks, on all ranks."""
-        return max(row[0] for row in self.told(value))
+        return max(row[0] for row in self.exchange(value))
 
-    def told(self, *values: float) -> list[list[float]]:
+    def exchange(self, *values: float) -> list[list[float]]:
         """Every rank's values, on all ranks."""
         device = self.device if dist.get_backend() == "nccl" else "cpu"
         mine = torch.tensor(values, dtype=torch.float64, device=device)
@@ -162,7 +162,7 @@ class Room:
         return max(1, min(100, round(_SAMPLE / max(took, 1e-7))))
 
     def _sample(self, call: Callable[[], None], count: int) -> _Sample:
-        # All ranks are here: they have just told each other of the sample before this one.
+        # All ranks are here: they have just exchanged the sample before this one.
         waited = _waited()
         start, own = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -170,7 +170,7 @@ class Room:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         took, own = (time.perf_counter() - start) / count, (time.process_time() - own) / count
-        rows = self.told(_waited() - waited, took, own)
+        rows = self.exchange(_waited() - waited, took, own)
         waits, seconds, used = zip(*rows, strict=True)
         return _Sample(sum(waits), max(seconds), sum(used))
 

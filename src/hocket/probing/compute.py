@@ -51,7 +51,7 @@ CHAIN = 64
 """Small operations in one sample of dispatch."""
 
 SAMPLES = 9
-"""Of a pulse that is taken beside nothing: some 50 ms."""
+"""Of a pulse that is taken alone: some 50 ms."""
 
 KEPT = 128 << 20
 """Bytes of results that are kept: beyond the caches of a core."""
@@ -92,10 +92,10 @@ class Compute:
         self._at = 0
 
     def pulse(self, part: str) -> list[Pulse]:
-        """How fast the device is just now, beside nothing else."""
+        """How fast the device is just now, without background load."""
         for _ in range(SAMPLES):
             self._beat.take()
-        return self._beat.told(part)
+        return self._beat.pulses_since(part)
 
     def _interleaved(
         self,
@@ -116,7 +116,7 @@ class Compute:
             each_round=self._beat.take,
             prepare=prepare or {},
         )
-        self.pulses += self._beat.told(key)
+        self.pulses += self._beat.pulses_since(key)
         return found
 
     def products(self) -> list[MeasuredMatmul]:
@@ -243,7 +243,7 @@ class Compute:
                     samples[shape][0].append(forward)
                     samples[shape][1].append(backward)
             rounds += 1
-        self.pulses += self._beat.told("streams")
+        self.pulses += self._beat.pulses_since("streams")
         found = []
         for shape, ways in samples.items():
             for way, counted, taken in zip(
@@ -287,7 +287,7 @@ class Compute:
                 samples.setdefault((name, "backward"), []).append((self.reads() - start) / CHAIN)
                 w.grad = None
         found = {key: repeat_summary(taken).seconds for key, taken in samples.items()}
-        self.pulses += self._beat.told("dispatch")
+        self.pulses += self._beat.pulses_since("dispatch")
         each = {"view": 2.0}
         return [
             Dispatch(
@@ -362,7 +362,7 @@ class Compute:
                 for found, one in zip(samples[key], taken, strict=True):
                     found.append(one)
             rounds += 1
-        self.pulses += self._beat.told(part)
+        self.pulses += self._beat.pulses_since(part)
         return {key: (repeat_summary(f), repeat_summary(b)) for key, (f, b) in samples.items()}
 
     def _there_and_back(self, case: ProbedOperation, calls: int) -> tuple[float, float]:

@@ -110,7 +110,7 @@ def _visible(nvml: Any) -> list[str]:
 
 
 def free_device_memory(count: int) -> int | None:
-    """Bytes free on the fullest of the first `count` GPUs that this process may use; None where
+    """Bytes free on the least free of the first `count` GPUs that this process may use; None where
     NVML does not report them."""
     try:
         import pynvml
@@ -206,8 +206,8 @@ class _Reader:
             if state == _ACTIVE:
                 info = self._ask(None, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
                 peer = _address(info) if info is not None else ""
-                told = self._ask(None, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-                kind = -1 if told is None else int(told)
+                answer = self._ask(None, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+                kind = -1 if answer is None else int(answer)
             found.append((int(state), peer, kind))
         return found
 
@@ -220,8 +220,8 @@ class _Reader:
         active = [link for link in links if link[0] == _ACTIVE]
         version = 0
         if links:
-            told = self._ask("the NVLink version", "nvmlDeviceGetNvLinkVersion", handle, 0)
-            version = _GENERATION.get(int(told or 0), 0)
+            answer = self._ask("the NVLink version", "nvmlDeviceGetNvLinkVersion", handle, 0)
+            version = _GENERATION.get(int(answer or 0), 0)
         generation = self._ask("the PCIe", "nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0
         # The width that the slot gives: a card of 16 lanes may sit in a slot of 8. The generation
         # falls while a GPU idles, so that is asked for at its most.

@@ -40,7 +40,7 @@ def latency_fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Latency
 
 def fit_errors(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """Relative errors of fits at points that they were not given: of each but the first and the
-    last, which would have to be told from one side. With fewer than five points, of the fit itself.
+    last, which would have to be extrapolated. With fewer than five points, of the fit itself.
     """
     if len(sizes) < 5:
         return _off(sizes, seconds, latency_fit(sizes, seconds))

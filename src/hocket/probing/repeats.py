@@ -1,7 +1,7 @@
-"""Repeats: medians of interleaved samples, so that what else the machine does falls on all alike.
+"""Repeats: medians of interleaved samples, so that what else the machine does falls on all.
 
 One round takes a sample of every case; a burst of another program then spoils one sample of each
-instead of all samples of one. A sample runs its case often enough to be long beside the clock.
+instead of all samples of one. A sample runs its case often enough for the clock.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ by the runtime's own kernels.
 A serving step reads each weight once, and then not before the next step. Of how many bytes the
 weights are together decides from where they come: cases go over so few that the core's own cache
 holds them, so many as a shared cache holds, and more than that. Keys and values of a model's layers
-are gone over alike.
+are measured in the same way.
 """
 
 from __future__ import annotations

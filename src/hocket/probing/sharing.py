@@ -43,7 +43,7 @@ TOKENS, WIDTH, INNER, LAYERS = 512, 128, 384, 4
 def sharing_slowdowns(
     room: Room, compute: Compute, counts: list[int], cores: int, seconds: float
 ) -> list[Sharing]:
-    """The slowdown of each number of ranks on so many cores. Called by all ranks alike."""
+    """The slowdown of each number of ranks on so many cores. Called by all ranks."""
     calls = {
         **calibration_works(compute.device, compute.sizes.streams[-1]),
         "step": _step(compute.device),
@@ -68,7 +68,7 @@ def sharing_slowdowns(
     return [
         Sharing(
             ranks=ranks,
-            # Never below one: ranks that compute beside it make no rank faster.
+            # Never below one: ranks that compute at the same time make no rank faster.
             **{
                 work: rounded(max(1.0, ranks / cores) * max(1.0, median[work, ranks]))
                 for work in TURNS
@@ -110,8 +110,8 @@ def _together(
             call()
             count += 1
         used = time.thread_time() - start
-    # All is told at once: the ranks that only listen wake once a sample.
-    told = [row for row in room.told(used, count) if row[1]]
-    each = [used / count for used, count in told]
+    # All figures are exchanged at once: the ranks that only listen wake once a sample.
+    rows = [row for row in room.exchange(used, count) if row[1]]
+    each = [used / count for used, count in rows]
     unlike = statistics.variance(each) / statistics.mean(each) ** 2 if len(each) > 1 else 0.0
-    return sum(used for used, _ in told) / sum(count for _, count in told), unlike
+    return sum(used for used, _ in rows) / sum(count for _, count in rows), unlike

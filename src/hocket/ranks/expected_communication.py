@@ -1,4 +1,4 @@
-"""Theory beside measurement: what the ranks of a run should have said to each other.
+"""Theory compared with measurement: the collectives that a run's ranks should have made.
 
 The expected rows need the model's plan, so they are made by one rank of the launcher, on the meta
 device; the parent stays without torch.

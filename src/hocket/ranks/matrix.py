@@ -4,7 +4,7 @@
               one process for reference
     try_parts the proxy check of `hocket train`, on two ranks: tensors, slices, context
     widen     the same reference in fp64
-    compare   the world of one size: case by case, a layout's steps beside the reference
+    compare   the world of one size: case by case, a layout's steps against the reference
 
 Every rank says which case it begins, so that the one that ends a world is known by name. A rank
 that raises in a case ends its world: the others may be waiting for it in a collective.

@@ -1,4 +1,4 @@
-"""What each rank of a served replica does: build its part of the model, then serve until told.
+"""What each rank of a served replica does: build its part of the model, then serve until stopped.
 
 Rank 0 drives: it listens for the parent and for the other ranks, and holds the scheduler. Payload:
 

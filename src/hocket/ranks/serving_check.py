@@ -294,14 +294,14 @@ def _answer(rows: dict[str, _Row], answer: dict[str, Any], whole: Tensor) -> Non
     first.seen = later.seen = True
     if answer["failure"]:
         first.fail(answer["failure"])
-    told = answer["prompt_logprobs"]
-    if told is not None:
-        if len(told) != len(prompt) - 1:
+    prompt_logprobs = answer["prompt_logprobs"]
+    if prompt_logprobs is not None:
+        if len(prompt_logprobs) != len(prompt) - 1:
             first.fail(
-                f"{_where(answer)}: {len(told)} log-probabilities of "
+                f"{_where(answer)}: {len(prompt_logprobs)} log-probabilities of "
                 f"{len(prompt) - 1} prompt tokens"
             )
-        for at, entry in enumerate(told[: len(prompt) - 1]):
+        for at, entry in enumerate(prompt_logprobs[: len(prompt) - 1]):
             where = f"{_where(answer)}, prompt position {at + 1}"
             if entry[0] != prompt[at + 1]:
                 first.fail(f"{where}: token {entry[0]}, the prompt has {prompt[at + 1]}")

@@ -1,4 +1,4 @@
-"""Every collective of a step by its name, beside what theory says."""
+"""Every collective of a step by its name, compared with theory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def collectives_text(rows: Iterable[Mapping[str, Any]]) -> str:
     Args:
         rows: of name, axis, phase, count and bytes, as a recorder gives them; with
             `expected_count` and `expected_bytes` too, as `cost.communication.differences` gives
-            them, theory is printed beside, and a line says whether all is equal.
+            them, theory is printed next to it, and a line says whether all is equal.
     """
     found = list(rows)
     if not found:
         return "no communication"
     theory = all("expected_count" in row for row in found)
     headers = ["collective", "axis", "counted by", "count", "bytes"]
-    if theory:  # each number beside its own; the whole fits into 80 columns
+    if theory:  # each number next to its expected one; the whole fits into 80 columns
         headers[4:] = ["in theory", "bytes", "in theory", "equal"]
     lines = []
     for row in found:

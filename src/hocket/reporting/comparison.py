@@ -61,12 +61,12 @@ def _memory(found: Comparison) -> str:
     predicted = any("peak_bytes" in o.predicted for o in found.outcomes)
     rows = []
     for each in _ran(found.outcomes):
-        fullest = each.fullest
-        if not fullest:
+        peak_rank = each.peak_rank
+        if not peak_rank:
             continue
         row: list[object] = [each.strategy.title]
-        row += [format_bytes(fullest[kind]) for kind in KINDS]
-        row.append(format_bytes(fullest["total"]))
+        row += [format_bytes(peak_rank[kind]) for kind in KINDS]
+        row.append(format_bytes(peak_rank["total"]))
         if predicted:
             peak = each.predicted.get("peak_bytes")
             row.append("-" if peak is None else format_bytes(peak))

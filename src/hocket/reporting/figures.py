@@ -135,8 +135,8 @@ def _memory(ax: Axes, records: Sequence[RunRecord]) -> None:
         then = record.forecast.memory if record.forecast else ()
         for rank, row in enumerate(record.memory[:8]):
             if rank < len(then):
-                foretold = {k: float(then[rank].get(k, 0)) for k in KINDS}
-                rows.append((f"{prefix}rank {rank} predicted", foretold))
+                predicted = {k: float(then[rank].get(k, 0)) for k in KINDS}
+                rows.append((f"{prefix}rank {rank} predicted", predicted))
             now = " measured" if then else ""
             rows.append((f"{prefix}rank {rank}{now}", {k: float(row[k]) for k in KINDS}))
     _stack(ax, rows, KINDS, _KINDS, 1e-6)

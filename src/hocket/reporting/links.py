@@ -19,7 +19,7 @@ def links_payload(
     """The matrix of a machine as plain values; None where it is not known.
 
     Ranks are on GPUs in their order, as many on each machine as it has GPUs. On a CPU they are on
-    no core of their own, so that there only the machine's own cores are told.
+    no core of their own, so that there only the machine's own cores are shown.
     """
     if measured is None:
         return None

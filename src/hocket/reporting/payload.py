@@ -186,9 +186,9 @@ def run_figures(record: RunRecord) -> list[dict[str, Any]]:
     tokens = None
     if record.spec is not None:
         tokens = record.spec.workload.global_batch * record.spec.workload.seq_len
-    fullest = max((row["total"] for row in record.memory), default=None)
-    if fullest is None and record.measured is not None and record.measured.peak_bytes:
-        fullest = max(record.measured.peak_bytes)
+    peak = max((row["total"] for row in record.memory), default=None)
+    if peak is None and record.measured is not None and record.measured.peak_bytes:
+        peak = max(record.measured.peak_bytes)
     mfu = record.column("mfu", own=True)
     pipelined = record.layout is None or record.layout.pp > 1
     rows: list[tuple[str, str, str, float | None, float | None]] = [
@@ -210,7 +210,7 @@ def run_figures(record: RunRecord) -> list[dict[str, Any]]:
             "Memory",
             "peak tensor bytes per rank",
             "bytes",
-            fullest,
+            peak,
             max(forecast.peak_bytes, default=None) if forecast else None,
         ),
     ]
@@ -282,19 +282,19 @@ def traffic(record: RunRecord, parts: Parts) -> list[dict[str, Any]]:
 
 def links_of(record: RunRecord) -> dict[str, str]:
     """Axis to the name of the link that it crosses, as far as that is known."""
-    felt, layout = _felt(record), record.layout
+    emulated, layout = _emulated_links(record), record.layout
     known = dict(record.forecast.links) if record.forecast else {}
-    if felt is None or layout is None:
+    if emulated is None or layout is None:
         return known
     axes = {row["axis"] for row in record.traffic} | {a for a in AXES if layout.degree(a) > 1}
     for axis in axes:
-        found = [felt.tier(group) for group in groups(layout, axis) if len(group) > 1]
+        found = [emulated.tier(group) for group in groups(layout, axis) if len(group) > 1]
         if found:
-            known[axis] = felt.tiers[max(found)][0].name
+            known[axis] = emulated.tiers[max(found)][0].name
     return known
 
 
-def _felt(record: RunRecord) -> Links | None:
+def _emulated_links(record: RunRecord) -> Links | None:
     """The links that the run was made to feel (`--emulate-links`)."""
     text = record.spec.options.emulate_links if record.spec else None
     try:
@@ -395,12 +395,12 @@ def _mesh(record: RunRecord) -> dict[str, Any] | None:
         if rank < len(stages):
             stages[rank].append(stage)
     forecast = record.forecast
-    felt = _felt(record)
-    domain = felt.tiers[0][1] if felt is not None else None
+    emulated = _emulated_links(record)
+    domain = emulated.tiers[0][1] if emulated is not None else None
     return {
         "domain": domain or 0,
-        "within": felt.tiers[0][0].name if felt is not None else "",
-        "beyond": felt.tiers[-1][0].name if felt is not None else "",
+        "within": emulated.tiers[0][0].name if emulated is not None else "",
+        "beyond": emulated.tiers[-1][0].name if emulated is not None else "",
         "links": links_of(record),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
         "order": list(layout.order),

@@ -46,7 +46,7 @@ class RunRecord:
         schedule: what was executed.
         measured, predicted: timelines of one step, of all ranks.
         later: further steps that were recorded, by their number.
-        forecast: what was foretold of the run; None where nothing was.
+        forecast: predicted before the run; None where nothing was.
         traffic: collectives of the measured step, all ranks together: rows of name, axis, phase,
             count and bytes.
         recorded_step: whose timeline and traffic they are; 0 if unknown.
@@ -221,10 +221,10 @@ def read_run(path: str | Path) -> RunRecord:
         experts=experts or (),
         machine=machine,
     )
-    return dataclasses.replace(found, notes=(*_laid_anew(found), *notes))
+    return dataclasses.replace(found, notes=(*_layout_changes(found), *notes))
 
 
-def _laid_anew(record: RunRecord) -> list[str]:
+def _layout_changes(record: RunRecord) -> list[str]:
     """Which steps were taken in which layout, where that was more than one."""
     found = record.stretches
     now = "" if record.layout is None else str(record.layout)
@@ -253,7 +253,7 @@ def cores_of_others(text: str) -> float:
 
 
 def disturbed(cores: float) -> str:
-    """What a run beside which others took so many cores has to say."""
+    """The note of a run during which background load took so many cores."""
     return (
         f"other programs took {cores:.2g} cores while it ran: times are those of a busy machine, "
         "and what was predicted is for a machine by itself"

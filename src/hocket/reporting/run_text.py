@@ -94,7 +94,7 @@ def report_text(
 
 
 def both_text(records: Sequence[RunRecord]) -> str:
-    """The figures of several runs beside each other."""
+    """The figures of several runs, compared."""
     titles: dict[str, str] = {}
     columns = []
     for record in records:

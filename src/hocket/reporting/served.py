@@ -1,4 +1,4 @@
-"""Served: what a server's run folder tells: what was foretold of it beside what it did.
+"""Served: what a server's run folder tells: its forecast compared with what was measured.
 
 A server that was killed leaves what it had written last. Whatever can be read is kept; what cannot
 is named in `notes`, and nothing is made up for it.
@@ -41,7 +41,7 @@ class ServerRecord:
 
     Attributes:
         path: of its folder. spec: what was asked for; None where run.json is gone.
-        forecast: what was foretold; None where nothing was. measured: what it did.
+        forecast: None where nothing was predicted. measured: what it did.
         loads, needs: from the steps that were measured, played; empty where too few were.
         timeline: of a window of steps, where one was recorded.
         notes: sentences about what is missing or could not be read.
@@ -145,7 +145,7 @@ def read_served(path: Path) -> ServerRecord:
 
 def served_figures(served: ServerRecord) -> list[ServedFigure]:
     """The figures that say most."""
-    told, found = served.forecast, served.measured
+    forecast, found = served.forecast, served.measured
     rows = []
     tokens = min((r.cache_tokens for r in found.replicas), default=0) if found else 0
     held = [row for r in found.replicas for row in r.memory] if found else []
@@ -153,7 +153,7 @@ def served_figures(served: ServerRecord) -> list[ServedFigure]:
         ServedFigure(
             "cache of a replica",
             "tokens",
-            float(told.cache_tokens) if told else None,
+            float(forecast.cache_tokens) if forecast else None,
             float(tokens) if tokens else None,
         )
     )
@@ -162,8 +162,8 @@ def served_figures(served: ServerRecord) -> list[ServedFigure]:
             ServedFigure(
                 title,
                 "bytes",
-                max((float(m[kind]) for m in told.memory if kind in m), default=None)
-                if told
+                max((float(m[kind]) for m in forecast.memory if kind in m), default=None)
+                if forecast
                 else None,
                 max((float(m[kind]) for m in held if kind in m), default=None),
             )
@@ -171,7 +171,10 @@ def served_figures(served: ServerRecord) -> list[ServedFigure]:
     most = max((r.seconds and r.batch / r.seconds for r in _decode_rounds(found)), default=None)
     rows.append(
         ServedFigure(
-            "tokens/s of a replica, at most", "rate", told.tokens_per_second if told else None, None
+            "tokens/s of a replica, at most",
+            "rate",
+            forecast.tokens_per_second if forecast else None,
+            None,
         )
     )
     if most:
@@ -180,7 +183,7 @@ def served_figures(served: ServerRecord) -> list[ServedFigure]:
             ServedFigure(
                 f"tokens/s of decode steps alone, {at.batch:.0f} at once",
                 "rate",
-                _rate(told, at),
+                _rate(forecast, at),
                 most,
                 at.count,
             )
@@ -188,8 +191,8 @@ def served_figures(served: ServerRecord) -> list[ServedFigure]:
     return [row for row in rows if row.predicted is not None or row.measured is not None]
 
 
-def _rate(told: ServingForecast | None, at: Decode) -> float | None:
-    seconds = _foretold(told.decode, at.batch, at.context) if told else None
+def _rate(forecast: ServingForecast | None, at: Decode) -> float | None:
+    seconds = _predicted_seconds(forecast.decode, at.batch, at.context) if forecast else None
     return at.batch / seconds if seconds else None
 
 
@@ -217,14 +220,14 @@ def _decode_rounds(found: ServingMeasured | None) -> list[Decode]:
 
 def round_seconds(served: ServerRecord) -> list[ServedFigure]:
     """Seconds of a round by the requests in it."""
-    told = served.forecast
+    forecast = served.forecast
     measured = _decode_rounds(served.measured)
     if measured:
         return [
             ServedFigure(
                 _of(row),
                 "seconds",
-                _foretold(told.decode, row.batch, row.context) if told else None,
+                _predicted_seconds(forecast.decode, row.batch, row.context) if forecast else None,
                 row.seconds,
                 row.count,
             )
@@ -232,7 +235,7 @@ def round_seconds(served: ServerRecord) -> list[ServedFigure]:
         ]
     return [
         ServedFigure(_of(row), "seconds", row.seconds, None)
-        for row in (told.decode if told else ())
+        for row in (forecast.decode if forecast else ())
     ]
 
 
@@ -246,22 +249,22 @@ def _times(number: int) -> str:
 
 def _counted(number: float, noun: str, form: str = ".3g") -> str:
     """`1 request`, `2 requests`."""
-    told = format(number, form)
-    return f"{told} {noun}{'' if told == '1' else 's'}"
+    forecast = format(number, form)
+    return f"{forecast} {noun}{'' if forecast == '1' else 's'}"
 
 
 def prompts(served: ServerRecord) -> list[ServedFigure]:
     """Seconds in which prompts are read, by their tokens in one step: four rows to a doubling."""
-    told = served.forecast
-    points = [(row.tokens, row.seconds) for row in told.prefill] if told else []
-    alike: dict[int, list[Prefill]] = {}
+    forecast = served.forecast
+    points = [(row.tokens, row.seconds) for row in forecast.prefill] if forecast else []
+    groups: dict[int, list[Prefill]] = {}
     for replica in served.measured.replicas if served.measured else ():
         for row in replica.prefill:
-            alike.setdefault(round(4 * math.log2(max(row.tokens, 1.0))), []).append(row)
-    if not alike:
+            groups.setdefault(round(4 * math.log2(max(row.tokens, 1.0))), []).append(row)
+    if not groups:
         return [ServedFigure(f"{tokens:.0f} tokens", "seconds", s, None) for tokens, s in points]
     found = []
-    for _, same in sorted(alike.items()):
+    for _, same in sorted(groups.items()):
         count = sum(max(row.count, 1) for row in same)
         tokens = sum(row.tokens * max(row.count, 1) for row in same) / count
         seconds = sum(row.seconds * max(row.count, 1) for row in same) / count
@@ -334,8 +337,8 @@ def served_verdict(served: ServerRecord) -> str:
     )
 
 
-def _foretold(rows: Sequence[Decode], batch: float, context: float) -> float | None:
-    """Seconds of a round between those that were foretold: straight in batch and in context."""
+def _predicted_seconds(rows: Sequence[Decode], batch: float, context: float) -> float | None:
+    """Seconds of a round between the predicted ones: straight in batch and in context."""
     contexts = sorted({row.context for row in rows})
     at = []
     for one in contexts:
@@ -384,9 +387,9 @@ def off(row: ServedFigure) -> str:
 
 def load_curves(served: ServerRecord) -> list[tuple[str, tuple[ServiceLoad, ...]]]:
     """Throughput and latency of one replica over load, by where they are from."""
-    told, found = served.forecast, served.measured
+    forecast, found = served.forecast, served.measured
     several = [
-        ("predicted", told.loads if told else ()),
+        ("predicted", forecast.loads if forecast else ()),
         ("from measured steps", served.loads),
         ("measured", found.loads if found else ()),
     ]
@@ -430,16 +433,19 @@ def needs(served: ServerRecord) -> tuple[str, tuple[Need, ...]]:
 
 def load_text(served: ServerRecord) -> str:
     """The requests that curves and needs are made of, in words."""
-    told = served.forecast
-    if told is None:
+    forecast = served.forecast
+    if forecast is None:
         return ""
     goals = [
         f"{name} within {goal:g} ms"
-        for name, goal in (("first token", told.ttft_ms), ("each further one", told.tpot_ms))
+        for name, goal in (
+            ("first token", forecast.ttft_ms),
+            ("each further one", forecast.tpot_ms),
+        )
         if goal is not None
     ]
-    return f"requests of {told.prompt_len} tokens answered with {told.output_len}" + (
-        f"; goals for {told.percentile}% of them: {', '.join(goals)}" if goals else ""
+    return f"requests of {forecast.prompt_len} tokens answered with {forecast.output_len}" + (
+        f"; goals for {forecast.percentile}% of them: {', '.join(goals)}" if goals else ""
     )
 
 

@@ -199,8 +199,8 @@ def _e(text: str) -> str:
 
 
 def _section(title: str, lead: str, body: str) -> str:
-    told = f'<p class="lead">{_e(lead)}</p>' if lead else ""
-    return f'<section><h2>{_e(title)}</h2>{told}<div class="wide">{body}</div></section>'
+    intro = f'<p class="lead">{_e(lead)}</p>' if lead else ""
+    return f'<section><h2>{_e(title)}</h2>{intro}<div class="wide">{body}</div></section>'
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -256,7 +256,7 @@ def _bars(rows: Sequence[ServedFigure]) -> str:
 
 
 def _tick(value: float) -> str:
-    """A figure at an axis: three digits, never as 1.06e+03, which does not fit beside it."""
+    """A figure at an axis: three digits, never as 1.06e+03, which does not fit next to it."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 

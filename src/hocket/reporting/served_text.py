@@ -69,7 +69,7 @@ def served_text(
 
 
 def both_served_text(several: Sequence[ServerRecord]) -> str:
-    """Two servers beside each other."""
+    """Two servers compared."""
     titles: dict[str, None] = {}
     columns = []
     for served in several:

@@ -44,7 +44,7 @@ def timeline_text(
     Args:
         timeline: measured or predicted.
         width: columns of the terminal; at least 40 are used.
-        theoretical: the schedule's own bubble (`simulation.theoretical_bubble`), printed beside
+        theoretical: the schedule's own bubble (`simulation.theoretical_bubble`), printed next to
             the timeline's.
         title: the first line's beginning. None: the timeline's source.
         color: add ANSI colours.

@@ -84,7 +84,7 @@ def _cell(pair: DevicePair | None) -> str:
 
 def svg(measured: MachineMeasurements, width: int = 720) -> str:
     """The devices on a circle, a line between each two: thick where it is fast, dashed where it
-    was not measured, each with its figures as a tooltip. Up to sixteen devices are told apart.
+    was not measured, each with its figures as a tooltip. Up to 16 devices are distinguished.
     """
     names = labels(measured)
     host = measured.host
@@ -111,7 +111,7 @@ def svg(measured: MachineMeasurements, width: int = 720) -> str:
         dashes = "" if pair.measured else ' stroke-dasharray="5 4"'
         parts.append(
             f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{u:.1f}" y2="{v:.1f}" stroke="{color}" '
-            f'stroke-width="{thick:.1f}"{dashes}><title>{_escaped(_told(names, pair))}</title>'
+            f'stroke-width="{thick:.1f}"{dashes}><title>{_escaped(_tooltip(names, pair))}</title>'
             "</line>"
         )
         if few:
@@ -188,7 +188,7 @@ def _when(measured: MachineMeasurements) -> str:
     return f"measured {measured.date}, {form}; rates each way"
 
 
-def _told(names: Sequence[str], pair: DevicePair) -> str:
+def _tooltip(names: Sequence[str], pair: DevicePair) -> str:
     words = [f"{names[pair.first]} - {names[pair.second]}: {pair.path}"]
     if pair.rate:
         words.append(rate_text(pair))

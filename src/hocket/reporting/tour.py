@@ -1,4 +1,4 @@
-"""A tour told: stops as text for a terminal and as Markdown for a page, in one of two languages."""
+"""A tour's stops as text for a terminal and as Markdown for a page, in one of two languages."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def _picture(stop: Stop, page: dict[str, str], width: int = 40) -> str:
     names = [name.format(**page) for name, _, _ in stop.bars]
     room = max((text_width(name) for name in names), default=0)
     rows = [
-        f"{' ' * (room - text_width(name))}{name}  {'█' * max(0, round(width * share))} {beside}"
-        for name, (_, share, beside) in zip(names, stop.bars, strict=True)
+        f"{' ' * (room - text_width(name))}{name}  {'█' * max(0, round(width * share))} {label}"
+        for name, (_, share, label) in zip(names, stop.bars, strict=True)
     ]
     return "\n".join(row.rstrip() for row in rows) or stop.drawing
 

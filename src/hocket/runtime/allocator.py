@@ -1,8 +1,8 @@
 """Heap: memory that one step frees is kept for the next one.
 
 A training step allocates and frees the same activations again and again. glibc hands large freed
-blocks back to the kernel, which then has to find and clear every page anew: 2,000 page faults a
-step of a 4M-parameter model on the CPU, 10,000 when weight gradients are put off, which is 5 to
+blocks back to the kernel, which then has to find and clear every page again: 2,000 page faults a
+step of a 4M-parameter model on the CPU, 10,000 when weight gradients are deferred, which is 5 to
 10% of the step. CUDA tensors are not touched: PyTorch keeps those itself.
 """
 

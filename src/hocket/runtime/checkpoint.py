@@ -121,7 +121,7 @@ def save_checkpoint(
         model: `spec.checkpoint.config_hash` of the model's configuration.
         cursor, extra: JSON values that loading gives back.
         world: the ranks that save together; None: those of `parallel.mesh`, or this one alone.
-        keep: checkpoints that stay, beside those of multiples of `keep_every` steps (0: none).
+        keep: checkpoints that stay, apart from those of multiples of `keep_every` steps (0: none).
             Older ones are deleted once this one is verified.
         begin: called first; an OSError of it counts as one of writing.
 
@@ -163,7 +163,7 @@ def load_checkpoint(
     """Fill this rank's parameters and random states from the newest whole checkpoint.
 
     Every rank calls it and verifies its own file; if any rank finds its file damaged, all of them
-    fall back to the checkpoint before. Beside what is filled, one tensor is held at a time, and
+    fall back to the checkpoint before. Apart from what is filled, one tensor is held at a time, and
     under ZeRO-3 one block.
 
     Args:

@@ -6,7 +6,7 @@
 
 Weights, gradients and everything between products stay in bf16, and the masters in fp32
 (Micikevicius et al. 2022, FP8 formats for deep learning). The embedding and the output head are
-left alone: their errors are felt most. A rank of tp scales its own slices.
+left alone: their errors matter most. A rank of tp scales its own slices.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ Kept = tuple[Tensor, Again]
 
 
 class WeightGradients:
-    """Weight gradients put off: collected while `deferring`, computed by `run`."""
+    """Deferred weight gradients: collected while `deferring`, computed by `run`."""
 
     def __init__(self) -> None:
         self._pending: list[Pending] = []
@@ -68,7 +68,7 @@ class WeightGradients:
             self.run([pending])
 
     def take(self) -> list[Pending]:
-        """What was put off so far, to be handed to `run` later."""
+        """What was deferred so far, to be handed to `run` later."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -146,7 +146,7 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
 
 
 class DeferrableLinear(nn.Linear):
-    """A linear layer (by class swap) whose weight gradient can be put off, or whose product is
+    """A linear layer (by class swap) whose weight gradient can be deferred, or whose product is
     another."""
 
     weight_gradients: WeightGradients | None = None

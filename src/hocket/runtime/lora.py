@@ -1,4 +1,4 @@
-"""LoRA: frozen linear layers, each with a trained product of two thin matrices beside it.
+"""LoRA: frozen linear layers, each with a trained product of two thin matrices in parallel.
 
     y = x W^T + (x A^T) B^T alpha / r            A [r, in], B [out, r]       (Hu et al. 2021)
 
@@ -90,7 +90,7 @@ class _Inside(_Product):
             product = self._product(x)
             streams.leave_sharded()
         else:
-            streams.enter_alike()
+            streams.enter_replicated()
             product = self._product(x)
         return y + product
 
@@ -99,7 +99,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer of `kind` with a product beside it; one for all such layers."""
+    """The class of a layer of `kind` with an adapter; one for all such layers."""
     if kind not in _CLASSES:
         way = _Inside if issubclass(kind, _ParallelLinear) else _Around
         _CLASSES[kind] = type(f"Lora{kind.__name__}", (way, deferrable(kind)), {})
@@ -107,7 +107,7 @@ def _class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def adapt(parallel: Parallel, lora: Lora, *, values: bool = True) -> None:
-    """Freeze this rank's parameters and put products beside its targets, in place.
+    """Freeze this rank's parameters and add adapters to its targets, in place.
 
     To be called on real tensors, before `Parallel.finish`. `values` False leaves the products
     without values, for tensors that have none.

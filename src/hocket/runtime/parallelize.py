@@ -118,13 +118,13 @@ def parallelize(
         )
         if layout.splits_experts:
             assert plan.experts is not None
-            alike = layout.etp is not None and sequence is None
+            tokens_replicated = layout.etp is not None and sequence is None
             apply_expert_parallel(
                 part,
                 plan.experts,
                 placements,
                 experts=mesh.axis("expert"),
-                tokens=mesh.axis("tp") if alike else Axis("tp"),
+                tokens=mesh.axis("tp") if tokens_replicated else Axis("tp"),
                 recorder=mesh.recorder,
             )
         if layout.cp > 1:

@@ -107,7 +107,7 @@ class Streams:
         if not self.slices:
             self._leave_home(self._own)
 
-    def enter_alike(self) -> None:
+    def enter_replicated(self) -> None:
         """Draw from the stream that all tensor ranks share from here on."""
         if self.slices:
             self._leave_home(self._key)

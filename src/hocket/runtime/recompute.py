@@ -8,8 +8,8 @@
 the last tensor that backward asks for is there: a layer that ends in a product and sums is not
 run to its end, and the last all-reduce over tp is not repeated. All others are.
 
-Random numbers come again: a layer is seeded anew by its key, a core gets the state back that it
-found. Where the weights' gradients are put off (I and W), a layer is run again in I, and what its
+Random numbers come again: a layer is seeded again by its key, a core gets the state back that it
+found. Where the weights' gradients are deferred (I and W), a layer is recomputed in I, and what its
 products read stays from there to W.
 """
 

@@ -34,7 +34,7 @@ COLLECTIVES = (
 
 
 class ProgressListener(Protocol):
-    """What is told of a rank's progress (`launch.heartbeat.Heart`)."""
+    """Receives a rank's progress (`launch.heartbeat.Heart`)."""
 
     def collective(self, name: str, axis: str) -> None: ...
 
@@ -48,7 +48,7 @@ class Recorder:
         phase: what collectives are counted under: `microbatch` (grows with the microbatches),
             `step` (once a step) or `other` (set-up, saves, evaluation). The engine switches it.
         recording: whether spans are noted.
-        beat: is told of every collective as it is entered, and of every action of the schedule.
+        beat: is notified of every collective as it is entered, and of every action of the schedule.
         origin: subtracted from every time. The clock is the machine's monotonic one, which its
             processes share; on several machines set the origin after a barrier.
     """

@@ -1,6 +1,6 @@
 """Defaults: how a model wants its tokens chosen, where a request does not say.
 
-Its makers write that into generation_config.json, beside the tokens that end a text. Of the fields
+Its makers write that into generation_config.json, with the tokens that end a text. Of the fields
 there, temperature, top_p, top_k, min_p and repetition_penalty are taken, whatever `do_sample` says:
 a request to an OpenAI server samples unless its temperature is 0. Never imports torch.
 """

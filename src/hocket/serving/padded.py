@@ -34,7 +34,7 @@ OnTokens = Callable[[int, "list[int | None]"], None]
 
 
 class Engine:
-    """Generation on one rank; every rank of the mesh calls it alike.
+    """Generation on one rank; every rank of the mesh makes the same calls.
 
     Args:
         stages: the stages this rank holds, with their values, in order.
@@ -106,14 +106,14 @@ class Engine:
         for count in range(options.max_new_tokens):
             batch = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
             chosen = self._round(batch, caches, options, count)
-            told: list[int | None] = []
+            emitted: list[int | None] = []
             for row, token in enumerate(chosen.tolist()):
                 ended[row] = ended[row] or token in options.stop
                 if not ended[row]:
                     found[row].append(token)
-                told.append(None if ended[row] else token)
+                emitted.append(None if ended[row] else token)
             if on_tokens is not None:
-                on_tokens(count, told)
+                on_tokens(count, emitted)
             if all(ended):
                 break
             tokens = chosen.unsqueeze(-1)

@@ -33,7 +33,7 @@ MAX_TOKEN = 2**31 - 1
 
 Finish = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended: a token or text that stops it, its number of tokens, its client, its time,
-or a fault that is told in `Output.error`."""
+or a fault that is reported in `Output.error`."""
 
 RefusalKind = Literal["too_long", "never_fits", "full", "bad"]
 """More than the model's context; more than the whole cache; too many wait; not a request."""

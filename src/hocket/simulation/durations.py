@@ -40,7 +40,7 @@ from hocket.spec.schedule import (
 Floats = NDArray[np.float64]
 
 Note = Callable[[int, Action, str, Floats, Floats], None]
-"""Is told rank, action, lane, start and end of every span."""
+"""Gets rank, action, lane, start and end of every span."""
 
 
 def durations(

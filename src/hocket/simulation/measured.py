@@ -12,7 +12,7 @@ from hocket.spec.timeline import Timeline
 def measured_prices(timeline: Timeline, num_stages: int) -> Prices:
     """The median seconds of every compute action by stage; messages are taken as free.
 
-    A measured receive is mostly waiting, which the simulator makes anew.
+    A measured receive is mostly waiting, which the simulator computes itself.
     """
     spans: dict[str, list[list[float]]] = {}
     for event in timeline.events:

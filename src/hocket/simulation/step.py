@@ -204,7 +204,7 @@ class _Writer:
     def _message(
         self, action: Action, rank: int, number: int, fields: dict[str, int | None]
     ) -> Iterator[Step]:
-        # What crosses between two stages is priced by the first of them, both ways.
+        # What crosses between two stages is estimated by the first of them, both ways.
         one = self.prices.stages[min(action.stage, action.peer_stage)].message
         assert one is not None, action
         fields = {**fields, "bytes": one.bytes}
@@ -285,7 +285,7 @@ def exposed(schedule: Schedule, layout: Layout, prices: StepPrices) -> dict[str,
             found[one.axis] = found.get(one.axis, 0.0) + times * spent
 
     for index in range(layout.pp):
-        share = 1 / layout.pp  # the ranks of one pipeline index are alike
+        share = 1 / layout.pp  # the ranks of one pipeline index are identical
         for action in schedule.ranks[index]:
             for part in action.parts or (action,):
                 stage = prices.stages[part.stage]

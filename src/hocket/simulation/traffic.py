@@ -12,7 +12,7 @@ slowest stage takes for all of them, or one batch through every stage, whichever
 
 Only what changes the batch is an event: rounds of decode alone between an arrival and the next end
 are summed, their context growing by one token each. Replicas are dealt requests in turn, so each
-sees every R-th arrival, and all are alike: one is played.
+sees every R-th arrival, and all are identical: one is simulated.
 
 Legend: rounds are in seconds; b sequences that decode, c their mean context, n prompt tokens.
 """

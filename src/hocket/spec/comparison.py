@@ -65,7 +65,7 @@ class StrategyResult:
         return not self.reason
 
     @property
-    def fullest(self) -> dict[str, int]:
+    def peak_rank(self) -> dict[str, int]:
         """The bytes by kind of the rank that holds most; empty if nothing ran."""
         return max(self.memory, key=lambda row: row["total"], default={})
 

@@ -18,7 +18,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Within, a full disk is told with `path`: writing into an open file names none by itself.
+    """Within, a full disk is reported with `path`: writing into an open file names none by itself.
 
     Raises:
         OSError: as within, with its `filename`.

@@ -19,10 +19,10 @@ KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A layout that was weighed, the chosen one among them.
+    """A layout that was considered, the chosen one among them.
 
     Attributes:
-        layout: text form. step_seconds: of a step. memory: bytes of the fullest rank.
+        layout: text form. step_seconds: of a step. memory: bytes of the peak rank.
         bubble: as `Timeline.bubble`. fits: whether `memory` is what a rank may hold.
         chosen: whether it is the one that runs. reason: why it cannot be, where it cannot.
     """
@@ -42,7 +42,7 @@ class Forecast:
 
     Attributes:
         layout: text form, with its microbatches.
-        why: empty, or why nothing could be foretold; then the numbers are 0 and the rest empty.
+        why: empty, or why nothing could be predicted; then the numbers are 0 and the rest empty.
         step_seconds: of a step among others. tokens_per_second: of all ranks.
         step_range: seconds between which 80% of such steps are, by the residuals of runs that were
             predicted before; empty where there are none.
@@ -50,11 +50,11 @@ class Forecast:
         memory: for each rank, bytes by kind (`parameters`, `gradients`, `optimizer`,
             `activations`) and their `total`.
         peak_bytes: the totals alone.
-        exposed: axis to seconds of communication beside which nothing is computed, of an average
+        exposed: axis to seconds of exposed communication, of an average
             rank and step.
         compute, communication: seconds of a step that an average rank spends in either.
         collectives: of all ranks in one step: rows of name, axis, phase, count, bytes.
-        alternatives: what else was weighed, best first, where hocket weighed several.
+        alternatives: what else was considered, best first, where there were several.
         capacity: bytes that a rank may hold; 0 if unknown. links: axis to what it runs over.
         cluster: what it is for; measured: when it was probed, and how; empty: it was not, and the
             catalogue's constants stand for it.
@@ -82,7 +82,7 @@ class Forecast:
 
     @property
     def known(self) -> bool:
-        """Whether anything was foretold."""
+        """Whether anything was predicted."""
         return not self.why
 
     @property

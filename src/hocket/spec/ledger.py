@@ -17,7 +17,7 @@ from hocket.spec.files import parse_json
 from hocket.spec.layout import DEGREES, Layout
 
 FIGURES = ("step_seconds", "memory", "bubble")
-"""What predictions are judged by: seconds, bytes of the fullest rank, share of the pipeline."""
+"""What predictions are judged by: seconds, bytes of the peak rank, share of the pipeline."""
 
 SERVED_FIGURES = ("decode_seconds", "prefill_seconds", "tokens_per_second", "cache_tokens")
 """What a server's predictions are judged by."""
@@ -28,7 +28,7 @@ DISTURBED = 0.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one run, predicted or measured: seconds of a step, bytes of the fullest rank, bubble.
+    """Of one run, predicted or measured: seconds of a step, bytes of the peak rank, bubble.
 
     Seconds and bytes of a line that is read are above zero.
     """

@@ -2,7 +2,7 @@
 
 The runtime refuses by these rules (`jobs.validate`, and schedules and cuts where they are built),
 and the planner enumerates by them (`planning`): a rule that is changed here is changed for both.
-What of a layout the runtime lacks altogether stands beside them, in `spec.capabilities`.
+What of a layout the runtime lacks altogether is in `spec.capabilities`.
 
 Every rule says True where the numbers fit. Those that take `Numbers` are written with operators
 alone, and take arrays of whole numbers as well, of one layout each; they then return an array.

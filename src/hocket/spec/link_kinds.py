@@ -1,7 +1,7 @@
 """LinkKind: one kind of link between devices, by name, in bytes per second per direction.
 
 NVLink is marketed as the sum of both directions, PCIe per direction, networks in bits. A kind holds
-its rate in one unit and the marketed figure beside it.
+its rate in one unit and the marketed figure with it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     nvlink3                              every pair of ranks over NVLink 3 and its switch
     nvlink3x2+net100g                    pairs of ranks over NVLink 3, 100 Gb/s between the pairs
-    pcie4@H100-SXM-80                    as fast beside this machine as PCIe 4 is beside an H100
+    pcie4@H100-SXM-80                    as fast relative to this machine as PCIe 4 is to an H100
     pcie4@A100-SXM-80:scale=5200         ... this machine computing 5200 times slower than it
     12GB/s                               a rate of one's own
 
 Rates are bytes per second per direction. A link inside a domain belongs to one rank; the link
 between domains belongs to the whole domain, as a host's network card does. Groups that use a link
-at the same time share it. A collective is priced as a ring (Patarasu and Yuan 2009): 2 (n-1)/n of
+at once share it. A collective is estimated as a ring (Patarasu and Yuan 2009): 2 (n-1)/n of
 the message for an all-reduce, (n-1)/n for its halves, one hop's latency for each turn.
 """
 
@@ -24,7 +24,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.link_kinds import LinkKind, kind
 
 GPU = "A100-SXM-80"
-"""Whose ratio of communication to compute is felt where no other is named."""
+"""Whose ratio of communication to compute is emulated where no other is named."""
 
 ELEMENT = 2
 """Bytes of an element on the GPU that is emulated: messages count as if they were bf16."""
@@ -79,7 +79,7 @@ class Links:
     Attributes:
         tiers: (link, ranks that reach each other over it), the innermost first; the last one's
             number is None: it reaches all.
-        gpu: whose ratio of communication to compute is felt.
+        gpu: whose ratio of communication to compute is emulated.
         scale: how many times slower this machine computes than that GPU; None: to be measured.
     """
 

@@ -1,4 +1,4 @@
-"""Matrix: every model type beside every layout, and whether one process computes the same.
+"""Matrix: every model type in every layout, and whether one process computes the same.
 
     Cell       one type at one layout: equal, refused, different or crashed
     TypeRow    one type: its tiny configuration's size, and a cell for each layout

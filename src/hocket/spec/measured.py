@@ -227,7 +227,7 @@ class Sharing:
     `product`: matrix products that fit in a cache. `stream`: memory traffic that does not.
     `dispatch`: small operations. `step`: forward and backward of some layers, which is nearest to
     what ranks do; 0: unknown. `unlike`: the standard deviation among ranks of the processor time
-    that the same steps took them, over its mean: ranks alike by their work differ on a machine.
+    that the same steps took them, over its mean: ranks with the same work differ on a machine.
     """
 
     ranks: Count

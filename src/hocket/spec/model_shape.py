@@ -50,7 +50,7 @@ class MatrixProduct:
         bare: its matrix is a parameter of a module that is not a linear layer (a router, stacked
             experts), to which no adapter is added.
         frozen: its matrix is not trained, and backward leaves out the matrix's gradient.
-        beside: it runs beside another product (LoRA), whose communication is its own too; where
+        beside: it runs alongside another matmul (LoRA), whose communication is its own too; where
             `split` is `outside` it sees all tokens, also under sequence parallelism.
         ends: it is done after the last tensor that its block saves for backward: a block that is
             run again stops before it is, and what it would sum over ranks is not summed again.
@@ -167,7 +167,7 @@ class BlockShape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model itself: what was put beside frozen weights is not among them."""
+        """Of the model itself: adapters of frozen weights are not among them."""
         own = [w for w in self.weights if w.frozen] or self.weights
         return sum(w.elements for w in own)
 

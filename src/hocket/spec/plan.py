@@ -224,7 +224,7 @@ class StagePlan:
             running it again stops before their sum over tp.
         streams: of the hidden state, where layers hand on several (hyper-connections), as
             [B, S, streams, H]; 0: [B, S, H].
-        beside: these streams lie side by side, as [B, S, streams H].
+        flat_streams: the streams are adjacent, as [B, S, streams H].
         tokens: keyword by which layers are given the token ids; empty: they are not.
         overwrites: the decoder's forward writes into the embedded input that it is given.
     """
@@ -242,7 +242,7 @@ class StagePlan:
     cores: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     streams: int = 0
-    beside: bool = False
+    flat_streams: bool = False
     tokens: str = ""
     overwrites: bool = False
 
@@ -256,8 +256,8 @@ class SequencePlan:
         blocks: modules that read whole sequences: gathered once, as they begin.
         positions: modules that add a position embedding: it is cut to the slice.
         embedders: modules that embed the hidden state they are given and add the embedding of
-            `position_ids`: they are told those of the slice.
-        alike: modules replicated that read whole sequences (an output head that is not split).
+            `position_ids`: they get those of the shard.
+        replicated: modules replicated that read whole sequences (an output head that is not split).
         mask: the decoder learns the length of the sequence from an attention mask of ones, since
             it takes no positions.
     """
@@ -266,7 +266,7 @@ class SequencePlan:
     blocks: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     embedders: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     mask: bool = False
 
     def sees_slices(self, name: str) -> bool:
@@ -279,7 +279,7 @@ class SequencePlan:
 
     @functools.cached_property
     def _whole(self) -> frozenset[str]:
-        return frozenset((*self.blocks, *self.alike))
+        return frozenset((*self.blocks, *self.replicated))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """ServingForecast and ServingMeasured: what a server is expected to do, and what it did.
 
-forecast.json   what was foretold of a server's run folder, or why nothing was
+forecast.json   the forecast of a server, in its run folder, or why there is none
 measured.json   what its replicas counted: written again and again, and once more at the end
 
 A *round* is the time in which every running request gets one token: the time per output token. It
@@ -75,7 +75,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighed:
-    """A layout that was weighed. Rates and seconds are of all its replicas together.
+    """A layout that was considered. Rates and seconds are of all its replicas together.
 
     Attributes:
         layout: text form. ranks: that it takes.
@@ -98,13 +98,13 @@ class ServingForecast:
     """What a server is expected to give.
 
     Attributes:
-        layout: text form. why: empty, or why nothing could be foretold; the rest is then empty.
+        layout: text form. why: empty, or why nothing could be predicted; the rest is then empty.
         decode, prefill: of one replica. tokens_per_second: that a replica answers with at most.
         prompt_len, output_len: of the requests that `loads` and `needs` are made of; ttft_ms,
             tpot_ms, percentile: the goals of `needs`.
         loads: one replica under load, lightest first. needs: replicas for a load.
         memory: for each rank of a replica, bytes: `weights`, `step`, `cache`, `total`.
-        cache_bytes: of one token on the fullest rank. cache_tokens: that a replica holds.
+        cache_bytes: of one token on the peak rank. cache_tokens: that a replica holds.
         capacity: bytes that a rank may hold; 0 if unknown.
         alternatives: what else was weighed, best first.
         cluster: what it is for. measured: when that was probed, and how; empty: it was not, and the
@@ -134,7 +134,7 @@ class ServingForecast:
 
     @property
     def known(self) -> bool:
-        """Whether anything was foretold."""
+        """Whether anything was predicted."""
         return not self.why
 
     @property

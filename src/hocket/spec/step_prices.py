@@ -65,7 +65,7 @@ class StageStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """What one rank does beside its stages, once a step; a processor's seconds.
+    """What one rank does outside its stages, once a step; a processor's seconds.
 
     Attributes:
         before: batch and cleared gradients. sums: of tied and partial gradients.

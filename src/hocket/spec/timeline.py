@@ -99,7 +99,7 @@ class Timeline:
         """Share of the window in which ranks, on average, do not compute; 0 for an empty window.
 
         Nothing computes while a rank waits inside an action for the collectives of tensor or
-        context parallelism; collectives beside compute (gradient buckets) cost nothing here.
+        context parallelism; overlapped collectives (gradient buckets) cost nothing here.
         """
         if self.duration <= 0:
             return 0.0

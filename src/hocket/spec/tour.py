@@ -1,7 +1,7 @@
 """Tour: claims about splitting a model, each with what was predicted and what was measured.
 
 A stop holds numbers, not sentences: the words come from one file for each language, so that a
-stop is run once and can be told in any of them.
+stop is run once and can be shown in any of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stop:
         command: what to type to test it oneself.
         verdict: one of `VERDICTS`, decided by the numbers.
         values: what the sentences leave open, formatted.
-        bars: a small picture: a label, a share from 0 to 1, and what to print beside it. A label
+        bars: a small picture: a label, a share from 0 to 1, and what to print after it. A label
             may hold {predicted} and {measured}, which are words of the language.
         drawing: a small picture in text, without words of any language.
         seconds: that testing it took.
@@ -49,5 +49,5 @@ class Stop:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Stop:
         """The inverse of `to_json`."""
-        rows = tuple((label, share, beside) for label, share, beside in data["bars"])
+        rows = tuple((label, share, text) for label, share, text in data["bars"])
         return cls(**{**data, "bars": rows})

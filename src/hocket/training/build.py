@@ -128,7 +128,7 @@ def install_links(links: Links, inner: str, context: RankContext, recorder: Reco
         world_size=context.world_size,
         store=context.store(),
         inner=inner,
-        felt=lambda: recorder.phase != "other",
+        active=lambda: recorder.phase != "other",
     )
 
 
@@ -293,7 +293,7 @@ def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
 
 
 def lora_of(skeleton: nn.Module, options: TrainOptions) -> Lora | None:
-    """What is trained beside the frozen model; None where it is the model itself.
+    """What is trained in addition to the frozen model; None where it is the model itself.
 
     Raises:
         OptionError, ModelError: targets that are not there, or no linear layers.

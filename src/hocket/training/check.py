@@ -1,4 +1,4 @@
-"""The rank side of `hocket check`: a layout's run beside one process, step by step.
+"""The rank side of `hocket check`: a layout's run compared with one process, step by step.
 
     reference   one rank: the plain Hugging Face model, the whole global batch, plain AdamW;
                 writes weights, gradients and optimizer state of every step to a folder
@@ -199,7 +199,7 @@ class _Rank:
     def value_differences(
         self, file: Reference, step: int, options: TrainOptions
     ) -> dict[str, tuple[float, float]]:
-        """By parameter, the difference of its value that is largest beside what is allowed for
+        """By parameter, the difference of its value that is largest relative to what is allowed for
         that entry, and what is allowed (`spec.check.value_limit`).
         """
         found = {}
@@ -227,8 +227,8 @@ def _wide(tensor: Tensor) -> Tensor:
 def _owner(name: str, tie: str | None, ties: Mapping[str, str], shapes: Mapping[str, Any]) -> str:
     """The name under which the reference knows a parameter: of tied ones it keeps the first."""
     values = ties.get(tie or name, tie or name)
-    alike = (tie, name, values, *(one for one, other in ties.items() if other == values))
-    return next(one for one in alike if one is not None and one in shapes)
+    names = (tie, name, values, *(one for one, other in ties.items() if other == values))
+    return next(one for one in names if one is not None and one in shapes)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -1,6 +1,6 @@
 """The rank side of `hocket compare`: one way of splitting, proven equal, counted and timed.
 
-    build -> the steps of the check, beside one process
+    build -> the steps of the check, compared with one process
           -> one step counted (memory), one recorded (timeline, collectives), several timed
           -> several timed with an input pipeline that keeps Python busy
 

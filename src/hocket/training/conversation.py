@@ -35,7 +35,7 @@ class Conversation:
     Attributes:
         messages: each with `role` and `content`, as templates read them.
         first: messages before this one are given, whoever speaks.
-        tools: what the template is told of tools.
+        tools: what the template gets of tools.
     """
 
     messages: tuple[Mapping[str, Any], ...]

@@ -4,7 +4,7 @@
 
 Sample i of a file holds its tokens [i S, i S + S + 1): S inputs and S labels, shifted by one.
 Documents are packed without padding; attention runs across them. Conversations, and whatever is
-asked to be packed otherwise, have flags beside their tokens (`packed_files`). Letters: B batch,
+asked to be packed otherwise, have flags with their tokens (`packed_files`). Letters: B batch,
 S sequence. Never imports torch.
 """
 
@@ -65,7 +65,7 @@ def prepare_data(
     max_corrupt_records: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
-    """Tokenize the data into `folder`, with the tokenizer beside it; do nothing if it is there.
+    """Tokenize the data into `folder`, with the tokenizer; do nothing if it is there.
 
     The held-out documents are the first of a seeded shuffle that together hold the share
     `eval_fraction` of the tokens; where the documents are too few for that, the end of the text is
@@ -78,7 +78,7 @@ def prepare_data(
         data_format: `text`, `chat`, `completion`, or `auto`: as each file's first record says.
         packing: None: `across` for text, `documents` where there is anything else.
         templates: of chats. chat_template: the file that they are from, where it is not the
-            tokenizer's own; it is copied beside the tokens.
+            tokenizer's own; it is copied into the folder.
         streaming: as `data_paths.find_sources`.
         max_corrupt_records: records that cannot be read and are skipped, in all sources together.
         progress: called with (bytes read, bytes in all) as the work goes on.
@@ -253,7 +253,7 @@ class _Making:
     def __post_init__(self) -> None:
         self._total, self._done = sum(s.bytes for s in (*self.sources, *self.held_out)), 0
         self._aside = self.folder / f".{TRAIN}.{os.getpid()}"
-        self._beside = self.folder / f".{VALID}.{os.getpid()}"
+        self._partial = self.folder / f".{VALID}.{os.getpid()}"
 
     def passed(self, characters: int) -> None:
         """Some more characters have been read."""
@@ -269,7 +269,7 @@ class _Making:
             self._require(self.sources, lengths)
             if self.held_out:
                 texts = _counted(self.held_out, text_field, None, self.corrupt)
-                apart, other = write_tokens(self._beside, texts, self.tokenizer, self.dtype)
+                apart, other = write_tokens(self._partial, texts, self.tokenizer, self.dtype)
                 self._require(self.held_out, apart, self.seq_len + 1)
                 largest = max(largest, other)
                 counts = {
@@ -281,14 +281,14 @@ class _Making:
             else:
                 chosen = choose_held_out(lengths, self.share, self.seed, self.seq_len)
                 counts = split_tokens(
-                    self._aside, self._beside, lengths, chosen,
+                    self._aside, self._partial, lengths, chosen,
                     dtype=self.dtype, share=self.share, seq_len=self.seq_len,
                 )  # fmt: skip
-            os.replace(self._beside, self.folder / VALID)
+            os.replace(self._partial, self.folder / VALID)
             os.replace(self._aside, self.folder / TRAIN)
         finally:
             self._aside.unlink(missing_ok=True)
-            self._beside.unlink(missing_ok=True)
+            self._partial.unlink(missing_ok=True)
         return {**counts, "largest": largest}
 
     def flagged(
@@ -327,7 +327,7 @@ class _Making:
         row = None if packing == ACROSS else self.seq_len
         try:
             lengths, counts = write_aside(
-                self._aside, self._beside, found, dtype=self.dtype, row=row
+                self._aside, self._partial, found, dtype=self.dtype, row=row
             )
             if not lengths.size and counts.unlearned_documents:
                 raise DataError(
@@ -340,14 +340,14 @@ class _Making:
             parts = {}
             for file, which in zip(files, (~chosen, chosen), strict=False):
                 parts[file] = arrange(
-                    self.folder / file, self._aside, self._beside, lengths, which,
+                    self.folder / file, self._aside, self._partial, lengths, which,
                     dtype=self.dtype, packing=packing, row=self.seq_len,
                     filler=self.tokenizer.eos_id or 0,
                 )  # fmt: skip
                 parts[file]["documents"] = int(which.sum())
         finally:
             self._aside.unlink(missing_ok=True)
-            self._beside.unlink(missing_ok=True)
+            self._partial.unlink(missing_ok=True)
         return parts, counts
 
     def _require(

@@ -49,7 +49,7 @@ class TokenDataset:
         dtype: of the file.
         seq_len: S.
         seed: of the order. None: in the order of the file.
-        flags: whether flags lie beside the file.
+        flags: whether a file of flags exists.
         mixed: the sources whose tokens or rows follow each other in the file, drawn from by weight;
             empty: it is one.
     """

@@ -26,7 +26,7 @@ class ExpertLoad:
 
     Args:
         parallel: whose stages are looked through.
-        skeleton: the whole model, by which layers are numbered alike on all ranks.
+        skeleton: the whole model, by which layers are numbered equally on all ranks.
     """
 
     def __init__(self, parallel: Parallel, skeleton: torch.nn.Module) -> None:

@@ -464,7 +464,7 @@ class Loop:
 
     @contextmanager
     def _disk(self, folder: Path, parts: str) -> Iterator[None]:
-        """Within, a disk that refuses is told as such, and gets back what was half-written."""
+        """Within, a full disk is reported as such, and half-written files are removed."""
         try:
             yield
         except OSError as error:

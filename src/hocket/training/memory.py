@@ -173,7 +173,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self.full(held)
 
     def close(self) -> None:
-        """Let go of what is still watched."""
+        """Release what is still watched."""
         self._settle()
         for watched in list(self._alive.values()):  # collecting garbage may end some meanwhile
             watched.detach()
@@ -193,8 +193,8 @@ def _waited_for(func: Any, args: tuple[Any, ...]) -> bool:
 def _apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A collective over copies that are not counted, and its end.
 
-    A thread of Gloo ends a wait before it lets go of what it was given, and sometimes long before:
-    buffers would be counted beside the next, or not, as the cores are busy.
+    A thread of Gloo ends a wait before it releases what it was given, and sometimes long before:
+    buffers would be counted with the next, or not, as the cores are busy.
     """
     copies: list[tuple[Tensor, Tensor]] = []
 
@@ -259,7 +259,7 @@ class MemoryCount:
             self._found = self._standing(max(0, peak - standing))
             return
         before = self._standing(0)
-        # Gradients of the step before are live until this one lets go of them.
+        # Gradients of the step before are live until this one frees them.
         others = before.total - before.gradients
         left = None if self.limit is None else self.limit - others
         live = LiveBytes(

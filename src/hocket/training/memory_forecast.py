@@ -1,4 +1,4 @@
-"""Memory foretold: one step of each pipeline rank on tensors without memory, its bytes counted.
+"""Memory predicted: one step of each pipeline rank on tensors without memory, its bytes counted.
 
 The model is built, cut, split and stepped just as `build` and `loop` do it, but on fake tensors
 that know their sizes alone, and with groups that move nothing; the same count that later measures
@@ -117,7 +117,7 @@ def forecast_memory(spec: RunSpec, schedule: Schedule | None) -> list[MemoryByte
     """What each rank will hold at the worst moment of its first step, by rank.
 
     Args:
-        spec: of a training run; `data_parallel=threads` is not foretold.
+        spec: of a training run; `data_parallel=threads` is not predicted.
         schedule: as in the run folder.
 
     Raises:

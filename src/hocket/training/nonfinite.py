@@ -1,4 +1,4 @@
-"""Skipped steps: a step whose loss or gradient is not finite changes nothing, on all ranks alike.
+"""Skipped steps: a step whose loss or gradient is not finite changes nothing on any rank.
 
 Loss and norm are sums over all ranks, so that every rank decides the same without asking. The rank
 and the parameter are looked for only then: the first rank whose own loss is not finite, and else

@@ -1,4 +1,4 @@
-"""Packed files: documents with flags beside their tokens, in rows or one after the other.
+"""Packed files: documents with flags for their tokens, in rows or one after the other.
 
     documents -> ids and learned flags, aside -> held out by number -> tokens.bin, tokens.flags.bin
 
@@ -123,7 +123,7 @@ def arrange(
     row: int,
     filler: int,
 ) -> dict[str, int]:
-    """Write the chosen documents as one token file, with its flags beside it.
+    """Write the chosen documents as one token file, with its file of flags.
 
     Returns:
         `tokens` (without what fills rows up), `rows` (0 where documents follow each other),
@@ -134,13 +134,13 @@ def arrange(
     starts = np.concatenate([[0], np.cumsum(lengths)])
     numbers = np.flatnonzero(chosen)
     learned = 0
-    with named(target), target.open("wb") as to, flags_file(target).open("wb") as beside:
+    with named(target), target.open("wb") as to, flags_file(target).open("wb") as chosen_flags:
         if packing == ACROSS:
             for number in numbers:
                 here = slice(starts[number], starts[number + 1])
                 mark = marks[here] & LEARNED
                 to.write(tokens[here].tobytes())
-                beside.write(mark.tobytes())
+                chosen_flags.write(mark.tobytes())
                 learned += int(mark.sum())
             rows: Sequence[Sequence[int]] = ()
         else:
@@ -156,7 +156,7 @@ def arrange(
             if at < row and packing == DOCUMENTS:
                 mark[at] = BEGINS
             to.write(line.tobytes())
-            beside.write(mark.tobytes())
+            chosen_flags.write(mark.tobytes())
             learned += int((mark & LEARNED).sum())
     return {"tokens": int(lengths[numbers].sum()), "rows": len(rows), "learned": learned}
 

@@ -3,7 +3,7 @@
     documents  ======= ==== == === =====        rows of S tokens
     best fit   | ======= == | ===== ==== | === .... |
 
-Longest first, each into the fullest row that still has room (best fit decreasing: at most 11/9 of
+Longest first, each into the row with the least room for it (best fit decreasing: at most 11/9 of
 the fewest rows, Johnson 1973). Never imports torch.
 """
 

@@ -110,7 +110,7 @@ class ReplicaCheck:
             collectives.all_reduce(flags, self._mesh.axis("world"), self._mesh.recorder, op="max")
         if not flags[0]:
             return None
-        text = self._told(step, found)
+        text = self._difference(step, found)
         if not flags[1]:
             return f"replicas differed after step {step}: {text}; repaired from the majority"
         raise ReplicaError(
@@ -137,7 +137,7 @@ class ReplicaCheck:
             found.append((index, ranks, values.index(value) if most else None))
         return found
 
-    def _told(self, step: int, found: list[str]) -> str:
+    def _difference(self, step: int, found: list[str]) -> str:
         """The same text on all ranks: of the first that found a difference."""
         more = f" and {len(found) - 3} more tensors" if len(found) > 3 else ""
         text = "; ".join(found[:3]) + more

@@ -90,7 +90,7 @@ def rank_seconds(events: Sequence[Any], step: float, input_seconds: float) -> Ra
 
 def _busy(events: Sequence[Any]) -> float:
     """Seconds from the first event to the last in which the rank did not wait: for a collective
-    that stands inside an action, or for one that nothing is computed beside."""
+    that stands inside an action, or for one that overlaps with no compute."""
     edges: list[tuple[float, int, int]] = []
     for one in events:
         lane = 0 if one.lane == "compute" else 1 if one.axis in BLOCKING else 2

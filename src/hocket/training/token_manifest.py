@@ -47,7 +47,7 @@ class Tokens:
         eval_sources: as `sources`, of the files that are held out; empty: a fraction of them is.
         held: what each of all of them holds: `text`, `chat` or `completion`.
         packing: `across`, `documents` or `none`.
-        flags: whether flags lie beside the tokens.
+        flags: whether a file of flags exists.
         train_rows, valid_rows: rows of the files; 0 where documents follow each other.
         learned_tokens: training tokens that loss falls on; None: all.
         truncated_documents, truncated_tokens: cut at the length of a row, and what was cut off.

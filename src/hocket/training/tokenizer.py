@@ -30,7 +30,7 @@ from hocket.training.tokenizer_files import (
 EOS = "<|endoftext|>"
 """End-of-document token of the tokenizers made here."""
 
-_BESIDE = (
+_TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -164,7 +164,7 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, so that AutoTokenizer loads it."""
         to = Path(to)
         to.mkdir(parents=True, exist_ok=True)
-        for name in _BESIDE:
+        for name in _TOKENIZER_FILES:
             if self._directory is not None and (self._directory / name).is_file():
                 shutil.copyfile(self._directory / name, to / name)
         self._backend.save(str(to / FILE))

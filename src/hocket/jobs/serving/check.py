@@ -372,7 +372,7 @@ def _answers(llm: LLM, size: CheckedSizes) -> list[Answer]:
         for answer in _asked(llm, "alone", [one], size, prompt_logprobs=True)
     ]
     found += _asked(llm, "batching", asked["batching"], size, prompt_logprobs=True)
-    # Those of a prompt are computed anew whatever the cache holds: here none are asked for.
+    # Those of a prompt are computed again whatever the cache holds: here none are asked for.
     again = [a for one in asked["prefix reuse"] for a in _asked(llm, "prefix reuse", [one], size)]
     if not any(answer["cached"] for answer in again):
         again[0]["failure"] = "no token of a known prompt came from the prefix cache"
@@ -402,10 +402,10 @@ def _asked(
 ) -> list[Answer]:
     from hocket.serving.request import SamplingParams
 
-    told = min(ALTERNATIVES, llm.vocab_size)
+    num_logprobs = min(ALTERNATIVES, llm.vocab_size)
     sampling = SamplingParams(
-        max_new_tokens=new, ignore_eos=True, logprobs=told,
-        prompt_logprobs=told if prompt_logprobs else None,
+        max_new_tokens=new, ignore_eos=True, logprobs=num_logprobs,
+        prompt_logprobs=num_logprobs if prompt_logprobs else None,
     )  # fmt: skip
     made = llm.generate(prompts, sampling, progress=False)
     return [_answer(phase, one, size, new, prompt_logprobs) for one in made]

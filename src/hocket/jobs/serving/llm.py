@@ -172,7 +172,7 @@ class LLM:
             prompts: a text, token ids, or a list of either.
             sampling: how to choose tokens, for all or one for each. None: 64 tokens, greedily.
             stop: a string, or some, that end an answer.
-            on_text: told of texts as they grow; called in another thread.
+            on_text: called with texts as they grow, in another thread.
             progress: show a bar. None: for several prompts, where standard error is a terminal.
 
         Returns:

@@ -42,7 +42,7 @@ WINDOW = 10.0
 """Seconds over which arrivals are counted, at least, to say how heavy the load was."""
 
 ENOUGH = 8
-"""Requests of a load from which its percentiles are told."""
+"""Requests of a load from which its percentiles are reported."""
 
 PATIENCE = 5.0
 """Seconds that a driver has to answer."""
@@ -244,11 +244,11 @@ def loads(times: Sequence[Timing], replicas: int) -> tuple[ServiceLoad, ...]:
     windows: dict[int, list[Timing]] = {}
     for one in times:
         windows.setdefault(int((one.came - start) / window), []).append(one)
-    alike: dict[int, list[list[Timing]]] = {}
+    groups: dict[int, list[list[Timing]]] = {}
     for came in windows.values():
-        alike.setdefault(round(math.log2(len(came))), []).append(came)
+        groups.setdefault(round(math.log2(len(came))), []).append(came)
     found = []
-    for _, same in sorted(alike.items()):
+    for _, same in sorted(groups.items()):
         inside = [one for came in same for one in came]
         if len(inside) < ENOUGH:
             continue

@@ -68,7 +68,7 @@ def serve_plan(
     """GPUs for a service: one plan, or one for each hypothesis about a model of unknown size.
 
     Args:
-        model: a name of the catalogue, a Hugging Face directory, `gpt-4`, or any name beside
+        model: a name of the catalogue, a Hugging Face directory, `gpt-4`, or any name with
             `weights`.
         cluster: kinds of GPU, `A100-40,A100-80,H100`, as many as are needed; or GPUs that are
             there, `2x8xH100-SXM` or a TOML file. None: the kinds of `KINDS`.
@@ -207,8 +207,8 @@ def _plan(
     first = kinds[0]
     if first.best is None and not small:
         if several:
-            told = "; ".join(f"{kind.gpu}: {kind.reason}" for kind in kinds)
-            raise LayoutError(f"{shape.name}: none of these meets the goals: {told}")
+            reasons = "; ".join(f"{kind.gpu}: {kind.reason}" for kind in kinds)
+            raise LayoutError(f"{shape.name}: none of these meets the goals: {reasons}")
         problem = of[first.cluster]
         raise planning.impossible(problem, first, _would_do(problem, pins), pins)
     maps = [kind for kind in kinds if kind.best is not None][: len(kinds) if small else 1]
@@ -217,11 +217,11 @@ def _plan(
     columns = GOALS[:2] if small else GOALS
     goals = (None,) if service.tpot_ms is None else tuple(service.tpot_ms * x for x in columns)
     first_problem = of[first.cluster]
-    told_why: tuple[str, ...] = ()
+    explanation: tuple[str, ...] = ()
     if explain and first.best is not None:
-        told_why = sentences(first_problem, first.best, kinds, pins=pins)
+        explanation = sentences(first_problem, first.best, kinds, pins=pins)
     elif small and first.best is not None:
-        told_why = tuple(winner(first_problem, first.best))
+        explanation = tuple(winner(first_problem, first.best))
     return planning.ServicePlan(
         model=shape.name,
         service=service,
@@ -250,7 +250,7 @@ def _plan(
             kind.gpu: memory_map(of[kind.cluster].unbounded(), CONCURRENT, CONTEXTS)
             for kind in chosen
         },
-        explanation=told_why,
+        explanation=explanation,
         notes=_notes(shape, [kind.gpu for kind in kinds if kind.best is not None]),
     )
 

@@ -125,7 +125,7 @@ class ReplicaSet:
     Args:
         launchers: one for each replica, made in the main thread.
         world: what each is started with.
-        router: told of those that are ready.
+        router: is given those that are ready.
         connect: how to speak to a driver.
         relaunch: makes another launcher where one's server has died; called in the main thread.
         say: hears what happens, in sentences.

@@ -92,7 +92,7 @@ class PreparedServer:
         return replica_layout(self.layout)
 
     def spec(self, *, replica: bool = False) -> RunSpec:
-        """All of it as the run folder keeps it; or as the ranks of one replica are told."""
+        """All of it as the run folder keeps it; or as the ranks of one replica get it."""
         workload = Workload(
             seq_len=2 * self.layout.cp,
             global_batch=self.replica.dp if replica else self.layout.dp,
@@ -114,7 +114,7 @@ class PreparedServer:
         )
 
     def words_payload(self) -> dict[str, Any]:
-        """What ranks are told of the tokenizer, for answers that must obey a structure."""
+        """What ranks need of the tokenizer, for answers that must obey a structure."""
         where = self.source.tokenizer
         directory = None if where is None else str(Path(where).resolve())
         return {"directory": directory, "ends": list(self.stop)}
@@ -201,7 +201,7 @@ def legal_server_layout(source: ModelSource, layout: Layout, device: str) -> Lay
     found = validate_layout(source.dimensions, layout, workload)
     if isinstance(layout.pipeline_split, tuple) and 0 in layout.pipeline_split:
         layers, stages = source.dimensions.num_layers, layout.num_stages
-        # The runtime trains over a stage that is empty; one that serves is told by its cache.
+        # The runtime trains over a stage that is empty; one that serves gets it from its cache.
         even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
         fewer = dataclasses.replace(layout, pp=layers, pipeline_split="balanced")
         fit = f"--pipeline-split {'-'.join(map(str, even))}"

@@ -1,6 +1,6 @@
 """The job behind `hocket serve`: from what is asked to an address that answers, and to its end.
 
-    checked -> address bound, launchers warm -> layout chosen, split checked, foretold
+    checked -> address bound, launchers warm -> layout chosen, split checked, predicted
         -> run folder -> ranks -> ready -> ... -> drained, or ended at once -> what was measured
 
 This process holds the address, the text and the queue's front; it never imports torch. A first
@@ -143,12 +143,12 @@ def serve_model(
             record.note(f"warning: {warning}")
         if parts := left_out(server.source.weights):
             record.note(f"of the multimodal model not loaded: {parts}")
-        if told_by_model := server.sampling.text():
+        if model_defaults := server.sampling.text():
             record.note(
-                f"the model's generation_config.json: {told_by_model}, where a request omits "
+                f"the model's generation_config.json: {model_defaults}, where a request omits "
                 "them (--generation-config none: without)"
             )
-        server, told = serve_forecast.settle_layout(server, first, record)
+        server, forecast = serve_forecast.settle_layout(server, first, record)
         require_split(first, server)
         others = range(1, num_replicas(server.layout) if ranks is None else 1)
         ready: list[Any] = [first, *(launchers.make(n) for n in others)]
@@ -156,8 +156,8 @@ def serve_model(
             first.close()
             ready = list(ranks.launchers())
         folder.create(server.spec())
-        write_text(folder.forecast_file, told.to_json())
-        for line in serve_forecast.bill(server, told):
+        write_text(folder.forecast_file, forecast.to_json())
+        for line in serve_forecast.bill(server, forecast):
             record.note(line)
         return asyncio.run(
             _serve(
@@ -267,7 +267,7 @@ async def _serve(
         max_restarts=max_restarts,
     )
     keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
-    ends, beside = Ends(), BackgroundLoad()
+    ends, background_load = Ends(), BackgroundLoad()
     address, metrics = _address(doors[0]), _address(doors[1])
     keys = server.options.api_key_file
     record.phase("starting ranks")
@@ -281,7 +281,7 @@ async def _serve(
         try:
             if await _until(ends.gently, replicas.ready(), front.failed):
                 keeper.begin(time.monotonic() - began)
-                beside = BackgroundLoad()
+                background_load = BackgroundLoad()
                 record(
                     {
                         "event": "ready",
@@ -314,7 +314,7 @@ async def _serve(
                 replicas.kill()
             await replicas.end()
             await front.close(0.0)
-    found, others = keeper.measured(), beside.cores()
+    found, others = keeper.measured(), background_load.cores()
     if keeper.begun:
         try:  # it has ended well: a full disk, or a folder that is gone, cannot undo that
             found = keeper.last()
@@ -350,7 +350,7 @@ async def _end(
         )
     router.close("the server is ending")
     replicas.ending = True
-    # What outlasts its time ends with its replica, and is told so, before its connection does.
+    # What outlasts its time ends with its replica, and gets that error, before its connection does.
     closing = asyncio.ensure_future(front.close(seconds + ENDED))
     await _until(ends.at_once, _emptied(router), asyncio.sleep(seconds))
     # Not by what came first: a second signal may come when nothing runs any more.

@@ -23,7 +23,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     """The plan of a whole causal language model (a skeleton on the meta device will do).
 
     A kind of split that is not possible is None in the plan, with the reason in `plan.reasons`;
-    a reason beside a split that is there names the blocks that are replicated. Only with `sequence`
+    a reason given with a split names the blocks that are replicated. Only with `sequence`
     is it tried whether the model runs on slices of its sequences, which takes two small forwards.
     """
     config: Any = model.config

@@ -59,7 +59,7 @@ def saving(
 
 
 class _Clock:
-    """Counts what happens, so that it can be told what came first."""
+    """Counts what happens, in order to know what came first."""
 
     def __init__(self) -> None:
         self.now = 0

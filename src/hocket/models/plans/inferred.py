@@ -31,7 +31,7 @@ _WIDTHS = ("all_head_size", "embed_dim", "split_size", "hidden_size", "inner_dim
 """Attributes of attention modules that may hold heads x head size."""
 
 _LEAST = 0.05
-"""Share of a layer's parameters above which it is told that a module is replicated."""
+"""Share of a layer's parameters above which it is reported that a module is replicated."""
 
 
 def inferred_plan(
@@ -68,7 +68,7 @@ def inferred_plan(
             prefix = f"{layers}.{index}"
             splits |= {dotted_name(prefix, name): split for name, split in found.items()}
             patches |= {dotted_name(prefix, name): counted for name, counted in counts.items()}
-    told = "; ".join(f"replicated: {note}" for note in dict.fromkeys(notes))
+    replicated = "; ".join(f"replicated: {note}" for note in dict.fromkeys(notes))
     if not splits:
         kind = getattr(model.config, "model_type", "")
         return None, (
@@ -77,7 +77,7 @@ def inferred_plan(
         )
     plan = TensorPlan(splits=folded(splits | vocabulary), patches=folded(patches))
     rest = _whole(model.get_submodule(layers), layers, splits)
-    return plan, "; ".join(part for part in (told, rest and f"replicated: {rest}") if part)
+    return plan, "; ".join(part for part in (replicated, rest and f"replicated: {rest}") if part)
 
 
 def _whole(layers: nn.Module, prefix: str, splits: Mapping[str, Split]) -> str:

@@ -154,7 +154,7 @@ def pattern_of(name: str) -> str:
 
 
 def folded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One pattern for modules that only differ by their number and are treated alike."""
+    """One pattern for modules that only differ by their number and are treated equally."""
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in values.items():
         groups[pattern_of(name)][name] = value

@@ -97,7 +97,7 @@ def _plan(model: Any, tensor: TensorPlan, stages: StagePlan, mask: bool = False)
         blocks=tuple(b for b in blocks if b.rpartition(".")[0] != stages.layers),
         positions=stages.positions,
         embedders=tuple(n for n in stages.before if _embeds(model.get_submodule(n))),
-        alike=tuple(heads),
+        replicated=tuple(heads),
         mask=mask,
     )
 

@@ -104,7 +104,7 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
     def full(found: list[str]) -> tuple[str, ...]:
         return tuple(f"{path}.{name}" if path else name for name in found)
 
-    number, beside = max(streams)
+    number, flat_streams = max(streams)
     try:
         cores, ends = saving(proxy, whole, full([layers_name])[0])
     except Exception:  # it runs, as was seen, but does not train in its own way: nothing is known
@@ -121,7 +121,7 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
         cores=cores,
         ends=ends,
         streams=number,
-        beside=beside,
+        flat_streams=flat_streams,
         tokens=min(tokens, default=""),
         overwrites=any(tensor._version > version for tensor, version in embedded),
     )
@@ -148,7 +148,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def handed_on(model: nn.Module, layers: str, run: Callable[[], Any]) -> str:
-    """What layers are given beside the hidden state that has been computed from weights, or by a
+    """What layers are given next to the hidden state that has been computed from weights, or by a
     layer before them: why a cut changes the result, if it does; empty where that is nothing.
 
     Args:
@@ -192,7 +192,7 @@ def _layers(model: Any, names: dict[int, str], count: int) -> tuple[nn.Module, s
     """(decoder, name of its layers in it, the layers): a list of `count` modules that the decoder
     holds or, as in BERT, that an encoder inside it does.
 
-    The decoder is then the innermost module around the list that is told its input by embedding.
+    The decoder is then the innermost module around the list that is given its input by embedding.
 
     Raises:
         ModelError: there is no such list.
@@ -219,7 +219,7 @@ def _layers(model: Any, names: dict[int, str], count: int) -> tuple[nn.Module, s
 
 
 def _around(decoder: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """The modules beside the way from the decoder to its layers, by name."""
+    """The modules outside the way from the decoder to its layers, by name."""
     found = {}
     parts = layers.split(".")
     for depth, part in enumerate(parts):
@@ -262,7 +262,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _head(model: nn.Module, path: str) -> tuple[str, ...]:
-    """Modules beside the decoder's path that hold parameters: the output head."""
+    """Modules outside the decoder's path that hold parameters: the output head."""
     found = []
     names = path.split(".") if path else []
     for depth in range(len(names)):

@@ -3,7 +3,7 @@ its tiny proxy model shows.
 
 A block (an attention module, an MLP, a set of experts) is split as a whole or not at all: where
 one of its parts has a style we cannot carry out, or holds parameters whose gradients nobody would
-sum, the block is replicated on every rank, which is slower and never wrong, and the reason is told.
+sum, the block is replicated on every rank, which is slower and never wrong; the reason is reported.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _splits(block: _Block, config: Any) -> dict[str, Split]:
     joined = any(s.style == "row" and not s.scatter_input for s in splits.values())
     if cut != joined:
         raise Unsplittable("its column-parallel layers have no row-parallel partner")
-    # OPT keeps the linear layers of its MLP in the layer itself, beside norms of the whole stream.
+    # OPT keeps the linear layers of its MLP in the layer itself, next to norms of the whole stream.
     if cut and not block.name.rpartition(".")[2].isdigit():
         splits |= _leftovers(block, splits, config)
     return splits

@@ -2,7 +2,7 @@
 
 A product holds its activation input, attention its three inputs and its output, a norm its input
 and a statistic a row, the loss its log-softmax in fp32; a region holds what its saved tensors can
-be computed from again. Attention without a flash kernel is told beside it (view `core`).
+be computed from again. Attention without a flash kernel is recorded with it (view `core`).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Graph:
                 groups[id(op)] = [op]
             elif op.path in self.norms:
                 groups.setdefault(op.path, []).append(op)
-            elif self._priced(op) and op.outs[0].value not in self.alias:
+            elif self._has_cost(op) and op.outs[0].value not in self.alias:
                 regions.append(op)
                 continue
             else:
@@ -170,7 +170,7 @@ class Graph:
             groups.setdefault(("region", find(index)), []).append(op)
         return list(groups.values())
 
-    def _priced(self, op: TracedOp) -> bool:
+    def _has_cost(self, op: TracedOp) -> bool:
         """Whether an operation works on every token's activations, not on scores or tables."""
         touched = [self.values[r.value] for r in (*op.ins, *op.outs) if r.value in self.values]
         if any(value.square for value in touched):

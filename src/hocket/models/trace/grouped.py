@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, inside a FakeTensorMode, grouped products are told in the type they are in.
+    """While active, inside a FakeTensorMode, grouped matmuls report the type they are in.
 
     Modes that are entered later see the product alone.
     """
@@ -29,8 +29,8 @@ class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return func(*args, **(kwargs or {}))
-        told = func(*map(_in_bf16, args), **{k: _in_bf16(v) for k, v in (kwargs or {}).items()})
-        return told.to(args[0].dtype)
+        result = func(*map(_in_bf16, args), **{k: _in_bf16(v) for k, v in (kwargs or {}).items()})
+        return result.to(args[0].dtype)
 
 
 def _in_bf16(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Recording: every operation of a model on fake tensors, forward and backward, as a graph.
 
-A value is a storage: views of one tensor are the same value, told apart by offset and extent. The
-batch and the sequence are two primes, so that from a count of elements alone it can be told
+A value is a storage: views of one tensor are the same value, with another offset or extent. The
+batch and the sequence are two primes, so that a count of elements alone shows
 whether it grows with tokens (B x S), with tokens times sequence (B x S x S), or not at all.
 
 Attention goes to one stand-in for a flash kernel (it saves query, key, value, output and the

@@ -37,7 +37,7 @@ class ServiceForecast:
         output_tokens_per_second: in all, and `most_...` where it saturates, with its range; both
             are one where more is asked.
         load: share of the latter.
-        memory_by_kind: bytes on the fullest GPU: weights, cache, overhead; `cached_tokens` is what
+        memory_by_kind: bytes on the peak GPU: weights, cache, overhead; `cached_tokens` is what
             the cache holds. memory: bytes that it may fill.
         dollars_per_hour, dollars_per_million_output_tokens: at the load that was asked, and
             `full_dollars_...` where it saturates; None without a price.

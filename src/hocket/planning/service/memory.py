@@ -5,7 +5,7 @@ Two counts, which need not agree:
     pool    one pool of memory: n GPUs hold floor((n x memory x usable - weights) / cache of one
             request) requests. memory is the marketed one in decimal bytes (40 GB = 40e9); what is
             not usable stands for context, workspaces and buffers. This is the arithmetic by hand
-    split   a legal tp x pp, on its fullest GPU: layers rounded up, key/value heads repeated where
+    split   a legal tp x pp, on its peak GPU: layers rounded up, key/value heads repeated where
             tp exceeds them, embedding on one stage, the engine's overhead counted apart; of the
             memory that the driver gives (40 GB cards give 40 GiB). It may need more, or fewer
 """
@@ -30,7 +30,7 @@ class MemoryMinimum:
         gpus, tp, pp: of the smallest legal split; 0 where none was found.
         requests: that this split holds at once.
         weight_bytes: of the model. cache_bytes: of one request.
-        split_weight_bytes, split_overhead_bytes: on the fullest GPU of the split.
+        split_weight_bytes, split_overhead_bytes: on the peak GPU of the split.
         split_cache_bytes: for one request, there.
     """
 

@@ -36,7 +36,7 @@ class Hypothesis:
     Attributes:
         name: short. claim: what is assumed.
         source: who says so, or that nobody can be named.
-        shape: that is priced.
+        shape: that is estimated.
     """
 
     name: str

@@ -75,7 +75,7 @@ class ServicePlan:
 
     Attributes:
         model: its name. claim, source: of a hypothesis, what it assumes and who says so.
-        service: the load and its goals. precision, engine: what is priced.
+        service: the load and its goals. precision, engine: what is estimated.
         cache_precision: of keys and values.
         usable: share of a GPU's memory.
         parameters, weight_bytes, cache_bytes_per_token, heads, layers, experts: of the model; 0
@@ -173,7 +173,7 @@ def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) 
 
 
 def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None) -> KindAnswer:
-    """One layout priced, whether or not it meets the goals.
+    """One layout estimated, whether or not it meets the goals.
 
     Raises:
         LayoutError: axes that serving has not, a tp that does not divide the model, more stages

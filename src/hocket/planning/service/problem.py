@@ -1,4 +1,4 @@
-"""ServiceProblem: one model, one kind of node, one load; its replicas are priced through `cost`.
+"""ServiceProblem: one model, one kind of node, one load; its replicas are estimated through `cost`.
 
 A replica is tp x pp GPUs that hold the model once; a deployment is dp of them. A kind of node
 stands for as many nodes as are needed, unless the question says how many there are.
@@ -133,7 +133,7 @@ class ServiceProblem:
 
         tp divides the model (see `layouts.tensor_degrees`); it divides a node or is whole nodes,
         and stays inside the links that GPUs share (the NVLink domain), or is whole domains. Of all
-        pp that leave the fullest stage as many layers, the least.
+        pp that leave the largest stage as many layers, the least.
         """
         return iter(self.remembered(("splits", self.bounded), self._splits))
 
@@ -228,7 +228,7 @@ class ServiceProblem:
         return self._known[key]
 
     def cached_tokens(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> float:
-        """Tokens that a replica caches beside its weights; at most 0: it does not fit."""
+        """Tokens that a replica caches next to its weights; at most 0: it does not fit."""
         return float(self.prices(tp, pp, chunk).capacity(self.usable))
 
     def sequences(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> int:

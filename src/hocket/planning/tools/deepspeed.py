@@ -1,4 +1,4 @@
-"""DeepSpeed: a JSON configuration, and what a script sets beside it.
+"""DeepSpeed: a JSON configuration, and what a script sets in addition.
 
 Rules: deepspeed/runtime/{config,engine}.py, runtime/zero/{config,mics}.py,
 runtime/tensor_parallel/config.py, runtime/pipe/{engine,topology,module}.py and

@@ -289,7 +289,7 @@ def _try_tensors(
             mine = head.blocks[0].in_global[0]
         shared = 1 if plan.router is None else router_degree(plan.router, placements, degree)
         torch.autograd.backward(one_number(output, weight[..., mine], plan.router, shared))
-    except Exception as error:  # every rank runs the same code on equal shapes: all fail alike
+    except Exception as error:  # every rank runs the same code on equal shapes: all fail
         return (
             f"{failure_place(error)} fails on a shard of tp {degree}: it reads a size that the "
             "split does "

@@ -16,7 +16,7 @@ const MEMORY_COLOURS = { parameters: "parameters", gradients: "gradients", optim
 
 const section = (title, lead, ...content) => element("section", {}, element("h2", {}, title), lead ? element("p", { class: "lead" }, lead) : null, ...content);
 const runName = (run, index) => several ? element("div", { class: "runname" }, element("span", { class: "dot", colour: RUN_COLOURS[index] }), element("h3", {}, run.name)) : null;
-const beside = (make) => element("div", { class: several ? "pair two" : "pair" }, runs.map((run, index) => element("div", {}, runName(run, index), make(run, index))));
+const perRun = (make) => element("div", { class: several ? "pair two" : "pair" }, runs.map((run, index) => element("div", {}, runName(run, index), make(run, index))));
 const missing = (words) => element("p", { class: "small" }, words);
 
 function head() {
@@ -108,7 +108,7 @@ function partsSection() {
 function memorySection() {
   if (!runs.some((run) => run.memory.measured.length || run.memory.predicted.length)) return null;
   const most = Math.max(...runs.flatMap((run) => [...run.memory.measured, ...run.memory.predicted].map((row) => row.total)));
-  return section("Memory of each rank", "Peak tensor bytes of a step, by kind.", beside((run) => {
+  return section("Memory of each rank", "Peak tensor bytes of a step, by kind.", perRun((run) => {
     const { holder, kinds, measured, predicted, capacity } = run.memory;
     const segments = (row) => {
       const found = kinds.filter((kind) => row[kind]).map((kind) => ({ name: kind, value: row[kind], colour: MEMORY_COLOURS[kind] || "rest" }));
@@ -123,12 +123,12 @@ function memorySection() {
     }
     const shown = [...measured, ...predicted];
     const present = kinds.filter((kind) => shown.some((row) => row[kind]));
-    // A capacity far beyond what is used would leave the bars too short to read: it is told.
+    // A capacity far beyond what is used would leave the bars too short to read: it is written.
     const near = capacity && capacity < 3 * most;
-    const told = capacity ? `A rank may use ${bytes(capacity)}; the peak rank uses ${share(Math.max(...(measured.length ? measured : predicted).map((row) => row.total)) / capacity)} of it.` : null;
+    const capacityText = capacity ? `A rank may use ${bytes(capacity)}; the peak rank uses ${share(Math.max(...(measured.length ? measured : predicted).map((row) => row.total)) / capacity)} of it.` : null;
     return element("div", {}, present.length ? legend(present.map((kind) => [MEMORY_COLOURS[kind] || "rest", kind === "optimizer" ? "optimizer state" : kind])) : null,
       stackedBars(rows, { most, unit: bytes, limit: near ? capacity : null, limitWord: "may use" }),
-      told ? element("p", { class: "small" }, told) : null);
+      capacityText ? element("p", { class: "small" }, capacityText) : null);
   }));
 }
 
@@ -136,7 +136,7 @@ function trafficSection() {
   if (!runs.some((run) => run.traffic.length)) return null;
   const exact = runs.every((run) => run.traffic.every((row) => row.predicted_bytes === row.bytes));
   const most = Math.max(...runs.flatMap((run) => run.traffic.map((row) => row.bytes)));
-  return section("Communication between ranks", (exact ? "Every byte was predicted exactly. " : "") + "In the recorded step, all ranks together. Exposed is the communication time of the average rank that no computation overlapped.", beside((run) => {
+  return section("Communication between ranks", (exact ? "Every byte was predicted exactly. " : "") + "In the recorded step, all ranks together. Exposed is the communication time of the average rank that no computation overlapped.", perRun((run) => {
     if (!run.traffic.length) return missing("Nothing was sent.");
     const predicted = run.traffic.some((row) => row.predicted !== null);
     const links = run.traffic.some((row) => row.link);
@@ -172,12 +172,12 @@ function curvesSection() {
 function meshSection() {
   if (!runs.some((run) => run.mesh)) return null;
   return section("Layout", "The layout as a mesh. Lines join ranks that communicate over an axis; select an axis to highlight its lines. Below: the links between the machine's devices.",
-    beside((run) => element("div", {}, run.mesh ? meshPicture(run.mesh, run.traffic, run.machine) : missing("The layout is unknown."), linksTable(run.machine))));
+    perRun((run) => element("div", {}, run.mesh ? meshPicture(run.mesh, run.traffic, run.machine) : missing("The layout is unknown."), linksTable(run.machine))));
 }
 
 function alternativesSection() {
   if (!runs.some((run) => run.alternatives.length)) return null;
-  return section("Layouts considered", "The planner's own ranking before the run; every number here is a prediction.", beside((run) => {
+  return section("Layouts considered", "The planner's own ranking before the run; every number here is a prediction.", perRun((run) => {
     const rows = run.alternatives;
     if (!rows.length) return missing("No alternatives were recorded.");
     const mark = (row) => [element("span", { class: "mono" }, row.layout), row.chosen ? element("span", { class: "mark" }, "this run") : null, row.fits === false ? element("span", { class: "mark" }, "does not fit") : null].filter(Boolean);
@@ -189,7 +189,7 @@ function alternativesSection() {
 }
 
 function factsSection() {
-  return element("section", {}, element("details", {}, element("summary", {}, "What was run, in detail"), beside((run) => element("dl", {},
+  return element("section", {}, element("details", {}, element("summary", {}, "What was run, in detail"), perRun((run) => element("dl", {},
     run.facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", { class: "mono" }, value)])))));
 }
 

@@ -29,7 +29,7 @@ on the host a copy stream brings them, and the gather runs behind that.
 
 Not `torch.distributed.fully_shard`: its parameters are wrapper tensors, where layers, placements,
 checkpoints and clipping here read plain local ones; it reduces when a layer's backward is over,
-where weights' gradients that are put off (I and W) have not come, and sums of gradients over
+where weights' gradients that are deferred (I and W) have not come, and sums of gradients over
 tensor ranks and ties would have to be made before.
 """
 

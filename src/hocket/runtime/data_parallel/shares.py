@@ -1,7 +1,7 @@
 """Shares: gradients summed over the data ranks such that each rank keeps 1/n of the sum.
 
 What all stages of ZeRO have in common: a bucket's whole gradient fills while backward runs, is
-reduce-scattered, and let go; what comes is added to the share, which the pieces are given.
+reduce-scattered, and freed; what comes is added to the share, which the pieces are given.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Shares(abc.ABC):
         return (piece for bucket in self._buckets for piece, _ in bucket.pieces)
 
     def held(self) -> list[Tensor]:
-        """Tensors that hold values beside parameters and pieces."""
+        """Tensors that hold values in addition to parameters and pieces."""
         return []
 
     def buffers(self) -> list[Tensor]:
@@ -99,8 +99,8 @@ class Shares(abc.ABC):
 
     def begins(self, kind: str) -> None:
         """A forward or backward of the stage begins: `kind` is that of its action."""
-        # What the microbatch before left under way holds whole gradients: they are let go before
-        # activations are made beside them.
+        # What the microbatch before left under way holds whole gradients: they are freed before
+        # activations are made in addition.
         while self._reducing:
             self._finish(self._reducing.popleft())
 
@@ -220,7 +220,7 @@ class Shares(abc.ABC):
         self._reducing.append(BucketReduction(bucket, whole, part, work, start))
 
     def _finish(self, reduction: BucketReduction) -> None:
-        """Wait for one reduction and add what came; its whole gradient is let go."""
+        """Wait for one reduction and add what came; its whole gradient is freed."""
         axis = reduction.bucket.axis
         if reduction.work is not None:
             reduction.work.wait()

@@ -26,7 +26,7 @@ class _Installed:
 
     wire: Wire | None = None
     inner = "shm"
-    felt: Callable[[], bool] = staticmethod(lambda: True)
+    active: Callable[[], bool] = staticmethod(lambda: True)
 
 
 def install(
@@ -36,7 +36,7 @@ def install(
     world_size: int,
     store: Any,
     inner: str = "shm",
-    felt: Callable[[], bool] = lambda: True,
+    active: Callable[[], bool] = lambda: True,
 ) -> Wire:
     """Say what the links of this rank's groups are. Call on every rank, with equal links.
 
@@ -44,13 +44,13 @@ def install(
         links: with a scale.
         store: that all ranks share.
         inner: the backend that moves the data, `shm` or `gloo`.
-        felt: asked before every operation; while it says no, links cost nothing. It must say the
-            same on all ranks of a group.
+        active: asked before every operation; while it returns False, links cost nothing. It must
+            return the same on all ranks of a group.
     """
     assert inner in ("shm", "gloo"), inner
     _Installed.wire = Wire(links, rank, world_size, store)
     _Installed.inner = inner
-    _Installed.felt = staticmethod(felt)
+    _Installed.active = staticmethod(active)
     return _Installed.wire
 
 
@@ -70,7 +70,7 @@ def create_links_group(options: Any, backend_options: Any = None) -> LinkedProce
         inner = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timeout=options.timeout
         )
-    return LinkedProcessGroup(inner, wire, number, ranks, _Installed.felt)
+    return LinkedProcessGroup(inner, wire, number, ranks, _Installed.active)
 
 
 if NAME not in dist.Backend.backend_list:

@@ -79,8 +79,8 @@ class LinkedProcessGroup(_ProcessGroup):
         wire: the links of the job.
         number: of this group on the wire.
         ranks: the group's ranks in the world.
-        felt: asked before each operation whether the links are to be felt; every rank of the
-            group must answer alike.
+        active: asked before each operation whether the links are emulated; every rank of the
+            group must answer the same.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class LinkedProcessGroup(_ProcessGroup):
         wire: Wire,
         number: int,
         ranks: Iterable[int],
-        felt: Callable[[], bool],
+        active: Callable[[], bool],
     ) -> None:
         self._ranks = tuple(ranks)
         index = self._ranks.index(wire.rank)
         super().__init__(index, len(self._ranks))
-        self._inner, self._wire, self._number, self._felt = inner, wire, number, felt
+        self._inner, self._wire, self._number, self._active = inner, wire, number, active
         self._index = index
         self._sequence = 0
         self._sent: dict[int, int] = {}
@@ -151,7 +151,7 @@ class LinkedProcessGroup(_ProcessGroup):
     def _on_links(self, operation: str, tensors: Any, run: Callable[[], Any], root: int) -> Any:
         """Begin a collective; `root`: the group's index of the rank whose coming starts it, or
         -1 for all."""
-        if not self._felt():
+        if not self._active():
             return run()
         self._sequence += 1
         slot = self._wire.collective(self._number, self._sequence)
@@ -247,7 +247,7 @@ class LinkedProcessGroup(_ProcessGroup):
     # -- messages
 
     def send(self, tensors: Any, target: int, tag: int) -> Any:
-        if not self._felt():
+        if not self._active():
             return self._inner.send(tensors, target, tag)
         pair = self._wire.rank, self._ranks[target]
         number = self._sent[target] = self._sent.get(target, 0) + 1
@@ -259,7 +259,7 @@ class LinkedProcessGroup(_ProcessGroup):
 
     def recv(self, tensors: Any, source: int, tag: int) -> Any:
         work = self._inner.recv(tensors, source, tag)
-        if not self._felt():
+        if not self._active():
             return work
         number = self._received[source] = self._received.get(source, 0) + 1
         slot = self._wire.message(self._ranks[source], self._wire.rank, number)

@@ -164,7 +164,7 @@ class Wire:
     # --- the account -------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
-        """Let the active flows run to `now`, and foretell their ends."""
+        """Let the active flows run to `now`, and compute when each will end."""
         words = self._words
         first = HEADER - MOST_FLOWS
         moment = words[_LAST]

@@ -2,7 +2,7 @@
 
 Each takes pointers, sizes, and strides in elements; where a stride is not named, entries lie one
 after the other. Nothing is allocated and nothing but the result is written. A NaN stays a NaN: the
-compiler may reorder sums, but is not told that numbers are finite.
+compiler may reorder sums, but must not assume that numbers are finite.
 
 Legend: T tokens, R decoding rows, A query heads, K key/value heads, G = A / K, D head size of
 queries and keys, E of values, B block size.

@@ -35,10 +35,10 @@ have, each adds all slots, in the order of ranks, so that all hold the same bits
     rank 0   put 6 . tell 6 . wait . add 6   put 7 . tell 7 ...      even numbers: one row of slots
     rank 1   ...... put 6 . tell 6 . add 6   put 7 ...               odd numbers: the other
 
-Who tells number n has finished adding n - 1, so when all have told n, slots of n - 1 are free. */
+Who tells number n has finished adding n - 1, so when all have announced n, slots of n - 1 are free. */
 typedef struct {
     float *slots;      /* shared: [2, ranks, room] */
-    uint32_t *told;    /* shared, a line a rank: how many it told, who sleeps on that, sizes of the
+    uint32_t *announced; /* shared, a line a rank: sums announced, who sleeps on that, sizes of the
                           last even and odd one */
     i64 ranks, rank, room;
     i64 looks;         /* at a word, before sleeping on it */
@@ -51,11 +51,11 @@ enum { LINE = 16, GIVEN_UP = 1, UNEQUAL = 2 };
 
 /* Where a rank puts its part of the next sum. */
 INLINE float *place(const Sums *sums, i64 rank) {
-    i64 odd = sums->told[sums->rank * LINE] & 1;
+    i64 odd = sums->announced[sums->rank * LINE] & 1;
     return sums->slots + (odd * sums->ranks + rank) * sums->room;
 }
 
-/* Sleeps while a rank has told no more than `seen`, for so many nanoseconds at most. */
+/* Sleeps while a rank has announced no more than `seen`, for so many nanoseconds at most. */
 static void sleep_on(uint32_t *word, uint32_t seen, i64 nanoseconds) {
 #ifdef __linux__
     struct timespec most = {nanoseconds / 1000000000, nanoseconds % 1000000000};
@@ -68,7 +68,7 @@ static void sleep_on(uint32_t *word, uint32_t seen, i64 nanoseconds) {
 /* Tells that this rank's part is in its place, waits for all others, and puts the sum of all, plus
 `added` (or null), into `out`. Not 0: there is no sum, and nothing may be summed after that. */
 static int sum(Sums *sums, i64 size, const float *added, float *restrict out) {
-    uint32_t *mine = sums->told + sums->rank * LINE, number = *mine;
+    uint32_t *mine = sums->announced + sums->rank * LINE, number = *mine;
     const float *parts = sums->slots + (number & 1) * sums->ranks * sums->room;
     mine[2 + (number & 1)] = (uint32_t)size;
     __atomic_store_n(mine, number + 1, __ATOMIC_SEQ_CST);
@@ -77,7 +77,7 @@ static int sum(Sums *sums, i64 size, const float *added, float *restrict out) {
         syscall(SYS_futex, mine, FUTEX_WAKE, INT32_MAX, 0, 0, 0);
 #endif
     for (i64 rank = 0; rank < sums->ranks; rank++) {
-        uint32_t *word = sums->told + rank * LINE, seen;
+        uint32_t *word = sums->announced + rank * LINE, seen;
         i64 looks = sums->looks, nap = sums->nap;
         while ((int32_t)((seen = __atomic_load_n(word, __ATOMIC_SEQ_CST)) - number) <= 0) {
             if (looks-- > 0) {

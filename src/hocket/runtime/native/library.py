@@ -1,4 +1,4 @@
-"""Library: the C sources beside this, compiled for this machine when first wanted, and kept.
+"""Library: the C sources in this folder, compiled for this machine when first wanted, and kept.
 
     $XDG_CACHE_HOME/hocket/kernels/HASH.so, else ~/.cache/hocket/kernels/HASH.so
 
@@ -169,5 +169,5 @@ def _features() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    return "\n".join(told[:2])
+    relevant = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join(relevant[:2])

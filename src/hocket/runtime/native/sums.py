@@ -46,7 +46,7 @@ class _Sums(ctypes.Structure):
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("slots", ctypes.c_void_p),
-        ("told", ctypes.c_void_p),
+        ("announced", ctypes.c_void_p),
         ("ranks", ctypes.c_int64),
         ("rank", ctypes.c_int64),
         ("room", ctypes.c_int64),
@@ -57,7 +57,7 @@ class _Sums(ctypes.Structure):
 
 
 class Sums:
-    """The sums of this rank over a tensor axis; all of its ranks call it alike, in one order.
+    """The sums of this rank over a tensor axis; all of its ranks make the same calls, in one order.
 
     Attributes:
         address: of what the kernel knows.
@@ -75,13 +75,13 @@ class Sums:
         self._group, self._waiting = group, waiting
         segment = group.segment
         self._segment = segment
-        self._told = segment.base + segment.told
+        self._announced = segment.base + segment.announced
         self._late = _Late(self._look_around)
         self._error: Exception | None = None
         self._since: float | None = None
         self._known = _Sums(
             segment.base + segment.parts,
-            self._told,
+            self._announced,
             axis.size,
             axis.index,
             self.room,

@@ -6,7 +6,7 @@
     last    model(inputs_embeds, ...), the same     -> logits -> loss_fn -> (sum, tokens)
 
 On slices of the sequence every stage is called as a middle one is: the first looks its tokens up
-before, and all are told of whole sequences by their positions.
+before, and all see whole sequences by their positions.
 
 Legend: B batch, S sequence, H hidden.
 """
@@ -118,7 +118,7 @@ class Stage:
         rows, length = self._tokens(microbatch).shape[:2]
         ranks = 1 if self.slices is None else self.slices[1]
         streams = self.plan.streams if self.plan is not None else 0
-        if streams and _plan(self.plan).beside:
+        if streams and _plan(self.plan).flat_streams:
             return (rows, length // ranks, streams * self.hidden_size)
         return (rows, length // ranks, *((streams,) if streams else ()), self.hidden_size)
 

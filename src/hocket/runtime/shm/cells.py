@@ -9,7 +9,7 @@ s mod NUM_CELLS, in which each rank has a slot and which has a counter of arriva
 
 A cell is posted into again only when every rank has finished reading it. Posting never waits for
 another rank as long as cells are free, so an asynchronous call leaves its contribution and
-returns; the rest happens in `wait`. A collective in two phases (`middle`) uses the counter's twin.
+returns; the rest happens in `wait`. A collective in two phases (`middle`) uses a second counter.
 The counters go up in one round and down in the next, so they never need a reset.
 """
 
@@ -39,7 +39,7 @@ class Cells:
         self.timeout = timeout
         self.rank, self.n = segment.rank, segment.num_ranks
         self.next = 0
-        self.finished = 0  # chunks of this rank, all told
+        self.finished = 0  # chunks of this rank, in all
         self.known_finished = 0  # of every rank, as last read
         self.queue: collections.deque[Operation] = collections.deque()
         self.second_rounds = [0] * NUM_CELLS
@@ -105,7 +105,7 @@ class Cells:
         cell = number % NUM_CELLS
         index = (self.segment.counters + 2 * LINE * cell) // 4
         if operation.two_phases and chunk < operation.num_reduced:
-            # The twin's round was counted up when this chunk arrived there.
+            # The second counter was counted up when this chunk arrived there.
             return index + LINE // 4, self.n if self.second_rounds[cell] % 2 == 1 else 0
         return index, self.n if number // NUM_CELLS % 2 == 0 else 0
 
@@ -113,7 +113,7 @@ class Cells:
         with self.lock:
             index, _ = self._wanted()
         nap = waiting.NAP
-        if index < 0:  # no cell is free: ask to be told when one is
+        if index < 0:  # no cell is free: ask to be notified when one is
             index = self.segment.room
             self._words[index + LINE // 4] = 1
             nap = waiting.FLAG_NAP

@@ -23,7 +23,7 @@ from hocket.runtime.shm.peers import Mismatch, PeerLost, PeerTimeout
 from hocket.runtime.shm.segment import LINE, ShmSegment
 
 _HEADER = struct.Struct("<Qq")  # bytes of payload, tag
-_PIECE = 1 << 19  # bytes written before the reader is told: it copies while more is written
+_PIECE = 1 << 19  # bytes written before the reader is notified: it copies while more is written
 _move = ctypes.memmove
 
 

@@ -190,7 +190,7 @@ class ShmProcessGroup(_ProcessGroup):
         self._cells.timeout = self._channels.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Let go of the memory; the last rank to do so frees it."""
+        """Release the memory; the last rank to do so frees it."""
         waiting.UNFINISHED.discard(self._cells)
         waiting.UNFINISHED.discard(self._channels)
         if self._segment.peers is not None:

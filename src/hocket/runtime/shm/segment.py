@@ -49,7 +49,7 @@ class ShmSegment:
         room: index (32-bit) of the word that is rung when cells become free; the flag that asks
             for it lies a line behind, the word nobody waits on another line behind.
         channels, slots, rings, parts: byte offsets.
-        told: byte offset of n lines that belong to the parts; the group itself uses neither.
+        announced: byte offset of n lines that belong to the parts; the group itself uses neither.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -70,7 +70,7 @@ class ShmSegment:
         offset = _up(offset + 8 * n * NUM_CELLS)
         self.channels = offset
         offset += CHANNEL * n * n
-        self.told = offset
+        self.announced = offset
         offset += LINE * n
         self.head_size = _up(offset, mmap.PAGESIZE)
         self.slots = self.head_size

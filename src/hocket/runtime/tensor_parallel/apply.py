@@ -186,7 +186,7 @@ class _Splitting:
                 cut_after(child, self.axis)
             elif name in plan.embedders:
                 own_positions(child, self.axis)
-            elif name in plan.alike:
+            elif name in plan.replicated:
                 gather_before(child, self.axis, self.recorder)
             elif name == plan.embedding and not hasattr(child, "slices"):
                 slice_after(child, self.axis, self.recorder)

@@ -85,7 +85,7 @@ class RegionStreams(Protocol):
     def enter_sharded(self) -> None:
         """From here on tensors are in parts."""
 
-    def enter_alike(self) -> None:
+    def enter_replicated(self) -> None:
         """From here on all ranks compute the same."""
 
     def leave_sharded(self) -> None:
@@ -144,7 +144,7 @@ class ColumnParallelLinear(_ParallelLinear):
         streams = self.streams if self.training else None
         if self.gather is not None:
             if streams is not None:
-                streams.enter_alike()
+                streams.enter_replicated()
             return gather_from_axis(y, self.gather, self.axis, self.recorder)
         if streams is not None:
             streams.enter_sharded()

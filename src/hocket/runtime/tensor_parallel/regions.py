@@ -105,7 +105,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # The loss is computed alike on every rank from the whole, so each keeps its part.
+        # Every rank computes the loss from the whole, so each keeps its part.
         return ctx.shards.take(grad), None, None, None
 
 

@@ -5,8 +5,8 @@
     forward         backward        function
     all-gather      reduce-scatter  SequenceEntry     a slice, then whole for layers that are split
     reduce-scatter  all-gather      scatter_sum       partial sums, then a slice of the sum
-    all-gather      slice           gather_alike      a slice, then whole for what all compute alike
-    slice           all-gather      slice_alike       whole on every rank, then a slice
+    all-gather      slice           gather_replicated a slice, then whole: replicated computation
+    slice           all-gather      shard_replicated  whole on every rank, then a slice
 
 (The functions g and its conjugate of Korthikanti et al. 2022, section 4.2.2.) The whole input of
 split products is not kept for their backward: the slice is, and is gathered once more, as in that
@@ -14,7 +14,7 @@ paper. The sequence is the second dim from the end; of tokens in one row, the ro
 instead, which comes to the same wherever the way in and the way out are the same.
 
 In a compiled graph (on CUDA) the collectives are functional ones, which the compiler can move
-beside the products; what is kept of an input is the compiler's choice there.
+next to the matmuls; what is kept of an input is the compiler's choice there.
 
 Legend: B batch, S sequence, s = S / tp, H hidden.
 """
@@ -124,7 +124,7 @@ class _ScatterSum(torch.autograd.Function):
         return gather_sequence(grad, ctx.axis, ctx.recorder), None, None
 
 
-class _GatherAlike(torch.autograd.Function):
+class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
         ctx.axis = axis
@@ -135,7 +135,7 @@ class _GatherAlike(torch.autograd.Function):
         return own_slice(grad, ctx.axis), None, None
 
 
-class _SliceAlike(torch.autograd.Function):
+class _ShardReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
         ctx.axis, ctx.recorder = axis, recorder
@@ -163,22 +163,22 @@ def scatter_sum(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     return out
 
 
-def gather_alike(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
-    """The whole of slices, for what every rank computes alike: its gradients are whole."""
-    out: Tensor = _GatherAlike.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
+def gather_replicated(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """The whole of slices, for replicated computation: its gradients are whole."""
+    out: Tensor = _GatherReplicated.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
     return out
 
 
-def slice_alike(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
-    """A slice of what every rank has computed alike; its gradient is made whole again."""
-    out: Tensor = _SliceAlike.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
+def shard_replicated(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """A slice of what every rank has computed; its gradient is made whole again."""
+    out: Tensor = _ShardReplicated.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
     return out
 
 
 class GatheredAgain:
     """Makes the whole input again of the slice that backward has kept.
 
-    Products that share the input share one gathering: it is let go when the last has read it.
+    Products that share the input share one gathering: it is freed when the last has read it.
     """
 
     __slots__ = ("_axis", "_finish", "_left", "_readers", "_recorder", "_whole")
@@ -300,7 +300,7 @@ def gather_before(module: nn.Module, axis: Axis, recorder: Recorder) -> None:
     """Let a module that every rank holds whole see whole sequences."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (gather_alike(args[0], axis, recorder), *args[1:])
+        return (gather_replicated(args[0], axis, recorder), *args[1:])
 
     module.register_forward_pre_hook(before)
 
@@ -309,19 +309,19 @@ def slice_after(module: nn.Module, axis: Axis, recorder: Recorder) -> None:
     """Let a module that every rank holds whole return a slice."""
 
     def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return slice_alike(output, axis, recorder)
+        return shard_replicated(output, axis, recorder)
 
     module.register_forward_hook(after)
 
 
 def whole_positions(module: nn.Module, axis: Axis) -> None:
     """Let a position embedding that counts the tokens it is given count whole sequences: what it
-    returns is cut (`cut_after`). One that is told whole positions already is left alone."""
+    returns is cut (`cut_after`). One that gets whole positions already is left alone."""
     at = list(inspect.signature(module.forward).parameters).index("position_ids")
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[at] if at < len(args) else kwargs.get("position_ids")
-        length = _told(args, kwargs, given)
+        length = _length(args, kwargs, given)
         if length is None:
             return None
         if given is not None and given.shape[-1] != length:
@@ -350,10 +350,10 @@ def own_positions(module: nn.Module, axis: Axis) -> None:
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _told(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Tensor | None) -> int | None:
+def _length(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Tensor | None) -> int | None:
     """Tokens of a slice, as a position embedding hears of them: from the hidden state, one of its
     features, or its size; where no tokens are `given`, from positions counted for it. None where it
-    is told by something else, which is whole."""
+    has another input, which is whole."""
     first = args[0] if args else next(iter(kwargs.values()), None)
     if first is None and given is not None:
         return given.shape[-1]

@@ -32,7 +32,7 @@ class Options:
         scaling: of the scores.
         window: tokens that a query sees, itself included. None: all before it.
         softcap: scores are bent to `softcap * tanh(score / softcap)` (Gemma 2).
-        sinks: [A], a score of nothing beside the others (attention sinks).
+        sinks: [A], a score of nothing next to the others (attention sinks).
     """
 
     scaling: float

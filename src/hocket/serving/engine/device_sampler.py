@@ -255,9 +255,9 @@ class DeviceSampler:
                 self._note(chosen, step)
                 made = [chosen.double(), torch.cat(goods).double(), *made]
         if prompts and (self.samples or self.vocabulary.split):
-            told_prompts = self._prompts(logits, step, max(counts, default=0))
-            if told_prompts is not None:
-                made.append(told_prompts.flatten())
+            prompt_logprobs = self._prompts(logits, step, max(counts, default=0))
+            if prompt_logprobs is not None:
+                made.append(prompt_logprobs.flatten())
         if not self.samples:
             return None
         values = self.readback.start(torch.cat(made)) if made else None

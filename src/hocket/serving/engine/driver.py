@@ -1,7 +1,7 @@
 """Driver: the loop on rank 0 of a replica, between the parent, the scheduler and the ranks.
 
     1 hear     what the parent asks, what the ranks answer
-    2 plan     one step, if fewer than `depth` are in flight: told to all followers at once
+    2 plan     one step, if fewer than `depth` are in flight: sent to all followers at once
     3 run      this rank's own part of it
     4 apply    results to the scheduler
     5 tell     the parent what they added, in one frame
@@ -41,7 +41,7 @@ HIGH = 1 << 23
 BEAT = 10.0
 """Seconds between signs of life."""
 LOOK = 0.1
-"""Seconds between looks at deadlines while requests run; between figures told to the parent."""
+"""Seconds between looks at deadlines while requests run; between figures sent to the parent."""
 
 Row = dict[str, Any]
 OnTimeline = Callable[[list[Row]], dict[str, Any]]
@@ -96,8 +96,8 @@ class Driver:
         self._rows_in_flight = [0] * len(scheduler.schedulers)
         self._outputs: list[Output] = []
         self._draining = self._drained = self._stopped = False
-        self._untold = False  # the figures have changed since the parent was told them
-        self._last_beat = self._last_look = self._last_told = 0.0
+        self._unreported = False  # the figures have changed since the parent got them
+        self._last_beat = self._last_look = self._last_report = 0.0
         self._window = 0  # steps left to record
         self._wanted = 0  # steps of the next window
         self._asked_for = False  # whether the parent wants the window that is recorded
@@ -128,7 +128,7 @@ class Driver:
         if now - self._last_look > LOOK:
             self._last_look = now
             self._outputs += (ended := self.scheduler.expire(now))
-            self._untold |= bool(ended)
+            self._unreported |= bool(ended)
             if now - self._last_beat > BEAT:
                 self._last_beat = now
                 self._beat()
@@ -173,7 +173,7 @@ class Driver:
             return
         self._rows_in_flight[rank] -= len(plan.rows)
         self._outputs += self.scheduler.apply(rank, result, now)
-        self._untold = True
+        self._unreported = True
         self.measured.add(plan, begun.batches[rank], begun.at, self._clock())
 
     def _patience(self) -> float:
@@ -222,7 +222,7 @@ class Driver:
                     self._add(command["request"])
                 case "abort":
                     for name in command["ids"]:
-                        self._untold |= bool(self.scheduler.abort(name))
+                        self._unreported |= bool(self.scheduler.abort(name))
                 case "drain":
                     self._draining, self._drained = True, False
                 case "stop":
@@ -276,12 +276,12 @@ class Driver:
         now = self._clock()
         outputs, self._outputs = self._outputs, []
         drained = self._draining and not self._drained and self.scheduler.idle and not self._begun
-        told = now - self._last_told > LOOK or drained
-        stale = self._untold and (told or self.scheduler.idle)
-        if outputs or stale or (told and self._begun):
+        due = now - self._last_report > LOOK or drained
+        stale = self._unreported and (due or self.scheduler.idle)
+        if outputs or stale or (due and self._begun):
             event: Message = {"event": "outputs", "outputs": [one.to_json() for one in outputs]}
-            if told or self.scheduler.idle:
-                self._last_told, self._untold = now, False
+            if due or self.scheduler.idle:
+                self._last_report, self._unreported = now, False
                 event["stats"] = self._stats()
             self._emit(event)
         if drained:

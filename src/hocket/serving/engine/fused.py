@@ -4,7 +4,7 @@
     gate, activation, up   two, besides the products                                   ->  1
     rotary positions       ten                                                         ->  1
 
-Families write these alike, not the same: a module is taken for what it looks like only if it gives
+Families write these in similar ways: a module is taken as what it looks like only if it gives
 the same numbers. Names and parameters stay.
 """
 

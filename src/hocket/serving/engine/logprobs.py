@@ -158,5 +158,5 @@ def token_logprobs(
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    """Without NaN, which no text form of numbers knows: of a row that has one, nothing is told."""
+    """Without NaN, which no text form of numbers knows: a row that has one reports nothing."""
     return logprobs.nan_to_num_(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)

@@ -115,7 +115,7 @@ class TokenHistory:
             return
         factor, flat, each = (one.unsqueeze(1) for one in penalties)
         held = self._held(rows)[:, :width]
-        # Where a row has fewer tokens, its first is told again: it gets the same value again.
+        # Where a row has fewer tokens, its first is repeated: it gets the same value again.
         tokens = self._tokens[rows, :width]
         tokens = torch.where(held, tokens, tokens[:, :1])
         times = self._times[rows, :width]
@@ -152,7 +152,7 @@ class TokenBiases:
     """What is added to the logits of some tokens of a row.
 
     Args:
-        biases: token id and bias; of a token told twice the last counts.
+        biases: token id and bias; of a token given twice the last counts.
         device: where the logits are.
     """
 

@@ -6,7 +6,7 @@ the others take their columns of it.
 
     q_proj(x)  ->  x [q_proj | k_proj | v_proj]  ->  columns of q
     k_proj(x)  ->                                    columns of k
-    v_proj(x)  ->                                    columns of v, and the product is let go
+    v_proj(x)  ->                                    columns of v, and the output is freed
 
 Names stay; each module's own weight becomes a view of the merged one, so that nothing is held
 twice. Column-parallel layers are merged likewise: every rank merges what it holds. Projections that
@@ -112,7 +112,7 @@ def merge_projections(module: nn.Module) -> list[tuple[Merged, list[nn.Linear]]]
     for parent in module.modules():
         for names in _SIBLINGS:
             parts: list[Any] = [getattr(parent, name, None) for name in names]
-            if not _alike(parts) or any(uses[id(part.weight)] > 1 for part in parts):
+            if not _same_form(parts) or any(uses[id(part.weight)] > 1 for part in parts):
                 continue
             merged = Merged(parts)
             begin = 0
@@ -138,7 +138,7 @@ def lay_inputs_first(module: nn.Module) -> int:
     rows together, since tokens are looked up by rows.
 
     Returns:
-        How many weights were laid out anew.
+        How many weights were rearranged.
     """
     shared = _uses(module)
     done: dict[int, Tensor] = {}
@@ -208,7 +208,7 @@ def unmerge_wasted(merges: list[tuple[Merged, list[nn.Linear]]]) -> int:
     return kept
 
 
-def _alike(parts: list[Any]) -> bool:
+def _same_form(parts: list[Any]) -> bool:
     """Whether all are linear layers of one kind that take the same input and need no message."""
     first = parts[0]
     for part in parts:
@@ -219,11 +219,11 @@ def _alike(parts: list[Any]) -> bool:
             return False
         if part._forward_pre_hooks or part._forward_hooks:
             return False
-        alike = (
+        same = (
             type(part) is type(first)
             and part.weight.dtype == first.weight.dtype
             and part.weight.shape[1] == first.weight.shape[1]
         )
-        if not alike:
+        if not same:
             return False
     return True

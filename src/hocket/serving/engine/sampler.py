@@ -55,7 +55,7 @@ _SLICE_BYTES = 2**21
 
 
 class Sampler:
-    """The sampler of one rank of the last stage; its tensor ranks call it alike.
+    """The sampler of one rank of the last stage; its tensor ranks make the same calls.
 
     Args:
         vocabulary: the part that this rank's logits cover.
@@ -91,7 +91,7 @@ class Sampler:
 
     def begin(self, plan: StepPlan) -> None:
         """Release and admit what the plan says. Call before the plan's forward pass, so that
-        structures are compiled beside it."""
+        structures are compiled meanwhile."""
         for slot in plan.released:
             self.release(slot)
         for admission in plan.admitted:
@@ -177,10 +177,10 @@ class Sampler:
             every = gather(pairs, self.vocabulary.axis, self.recorder)
             if every is None:
                 return
-            told = torch.stack(every)
+            best = torch.stack(every)
             # of equals the first rank, which holds the lower ids
-            winner = told[..., 0].argmax(0).view(1, -1, 1).expand(1, -1, 2)
-            pairs = told.gather(0, winner).squeeze(0)
+            winner = best[..., 0].argmax(0).view(1, -1, 1).expand(1, -1, 2)
+            pairs = best.gather(0, winner).squeeze(0)
         elif not self.samples:
             return
         for one, (value, token) in zip(asked, pairs.tolist(), strict=True):
@@ -199,8 +199,8 @@ class Sampler:
         if rows is None:
             return
         rows = rows.float()
-        told = [i for i, one in enumerate(asked) if one.slot.sampling.logprobs is not None]
-        raw = _rows(rows, told) if told else None
+        with_logprobs = [i for i, one in enumerate(asked) if one.slot.sampling.logprobs is not None]
+        raw = _rows(rows, with_logprobs) if with_logprobs else None
         edited = [i for i, one in enumerate(asked) if one.edited]
         if edited:
             rows = rows.clone()  # they may be the model's own, and log-probabilities are theirs
@@ -223,14 +223,14 @@ class Sampler:
             self._settle(one, token, fine, result)
         if raw is None:
             return
-        chosen = [result.tokens[asked[i].place] for i in told]
-        counts = [asked[i].slot.sampling.logprobs or 0 for i in told]
+        chosen = [result.tokens[asked[i].place] for i in with_logprobs]
+        counts = [asked[i].slot.sampling.logprobs or 0 for i in with_logprobs]
         whole = Vocabulary(axis=dataclasses.replace(self.vocabulary.axis, size=1, group=None))
         found = token_logprobs(
             raw, chosen, counts, whole, self.recorder, rows_at_once=self._rows_at_once
         )
         assert found is not None
-        for i, logprobs in zip(told, found, strict=True):
+        for i, logprobs in zip(with_logprobs, found, strict=True):
             result.logprobs[asked[i].place] = logprobs
 
     def _gathered(self, logits: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ time that its own bounds do not count. It reads no files and fetches nothing tha
 `oneOf` is taken as `anyOf`: that no second branch admits an answer too is not looked at.
 
 `check_structure` is for whoever takes requests: what it lets pass compiles in the ranks as well,
-in bounded time. In the ranks `Structures` compiles in a thread, beside the forward pass. An answer
+in bounded time. In the ranks `Structures` compiles in a thread, during the forward pass. An answer
 that was preempted is taken up by telling its state what was said.
 
 Imports no torch: the front that checks requests has none.
@@ -156,13 +156,13 @@ def _bound_patterns(patterns: list[str]) -> None:
 
 def _reason(matcher: Any) -> str:
     """The first lines of what the library says, without what it was given."""
-    told = str(matcher.get_error()).replace("<non-verbose/>", "").strip()
-    if told.startswith("panic"):
+    message = str(matcher.get_error()).replace("<non-verbose/>", "").strip()
+    if message.startswith("panic"):
         # A fault of the library's, which it catches. The rest of the line is its own source.
         return "it is malformed"
-    if "NoExtensionBias" in told:
+    if "NoExtensionBias" in message:
         return "a $ref leads back to itself with nothing in between"
-    return " ".join(told.split())[:300]
+    return " ".join(message.split())[:300]
 
 
 class _Bytes:

@@ -51,7 +51,7 @@ class AnswerDelta:
 
     Attributes:
         index: of the answer: `prompt * n + which`.
-        text: to be told; tokens may come without any.
+        text: to be sent; tokens may come without any.
         tokens: ids, without one that ended the answer.
         texts: text of each of them before stop strings were looked for, if `per_token`.
         logprobs: of `tokens`, if asked for. prompt_logprobs: of the prompt, once.

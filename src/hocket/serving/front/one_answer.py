@@ -57,10 +57,10 @@ class OneAnswer:
         self.taken = 0
         self._stream: OutputStream | None = None
         self._cancelled = False
-        self._untold: AnswerDelta | None = None
+        self._pending: AnswerDelta | None = None
         self._pieces = TextPieces(decode)
         self._stops = StopStrings(ask.stop) if ask.stop else None
-        # Log-probabilities with offsets are told token by token, and stop strings count only
+        # Log-probabilities with offsets are given token by token, and stop strings count only
         # after the least number of tokens.
         self._singly = ask.per_token or self._stops is not None
 
@@ -110,20 +110,20 @@ class OneAnswer:
                 piece.stop = output.stop_token
             self._end(piece)
         self.finish_reason = piece.finish_reason
-        if self._untold is not None:
-            piece.tokens = self._untold.tokens + piece.tokens
+        if self._pending is not None:
+            piece.tokens = self._pending.tokens + piece.tokens
             if piece.texts is not None:
-                piece.texts = (self._untold.texts or []) + piece.texts
-            self._untold = None
+                piece.texts = (self._pending.texts or []) + piece.texts
+            self._pending = None
         if piece.text or piece.finish_reason or piece.logprobs or piece.prompt_logprobs:
             return piece
-        self._untold = piece  # tokens whose text is not whole yet come with the next piece
+        self._pending = piece  # tokens whose text is not whole yet come with the next piece
         return None
 
     def _by_token(self, piece: AnswerDelta) -> None:
         """Tokens one by one, up to one that completes a stop string."""
         least = self.request.sampling.min_new_tokens
-        told: list[str] = []
+        texts: list[str] = []
         for count, token in enumerate(piece.tokens, 1):
             text = self._pieces.add(token)
             self.taken += 1
@@ -133,10 +133,10 @@ class OneAnswer:
                 text, found = self._stops.feed(text)
                 if found is not None:
                     self._stop(piece, count, found)
-                    told.append(text + found if self.ask.keep_stop else text)
+                    texts.append(text + found if self.ask.keep_stop else text)
                     break
-            told.append(text)
-        piece.text = "".join(told)
+            texts.append(text)
+        piece.text = "".join(texts)
 
     def _stop(self, piece: AnswerDelta, count: int, found: str) -> None:
         """A stop string ends the answer, and the request with it."""

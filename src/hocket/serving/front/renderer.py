@@ -1,4 +1,4 @@
-"""Renderer: a model's chat templates, in a process beside the server.
+"""Renderer: a model's chat templates, in a process of their own.
 
 A template is a program that comes with the model. However it is written, it ends when its time is
 over or its memory used up: in the server's own process a loop inside one call of C, or a list that

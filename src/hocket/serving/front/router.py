@@ -61,7 +61,7 @@ class ReplicaLoad:
 
     prompt: float
     answer: float
-    told: int = 0
+    num_generated: int = 0
 
     @property
     def tokens(self) -> float:
@@ -89,7 +89,7 @@ class Timing:
     refused: bool = False
     failed: bool = False
 
-    def told(self, output: Output) -> None:
+    def record_output(self, output: Output) -> None:
         """One output came."""
         if output.tokens and self.first is None:
             self.first = time.monotonic()
@@ -216,22 +216,26 @@ class Router:
         self.routed[replica.number] += 1
         return self._numbers, stream
 
-    def told(self, replica: RoutedReplica, number: int, request: Request, output: Output) -> None:
+    def record_output(
+        self, replica: RoutedReplica, number: int, request: Request, output: Output
+    ) -> None:
         """Tokens came back: so much less is left."""
         load = replica.loads.get(number)
         if load is None:
             return
         load.prompt = 0.0
-        load.told += len(output.tokens)
-        left = float(request.sampling.max_new_tokens) - load.told
+        load.num_generated += len(output.tokens)
+        left = float(request.sampling.max_new_tokens) - load.num_generated
         # A long answer is expected to go on for as long again as an average one.
-        load.answer = max(0.0, min(left, max(self.expected - load.told, self.expected / 2)))
+        load.answer = max(
+            0.0, min(left, max(self.expected - load.num_generated, self.expected / 2))
+        )
 
     def end(self, replica: RoutedReplica, number: int, *, finished: bool) -> None:
         """A request is over, however it ended."""
         load = replica.loads.pop(number, None)
         if load is not None and finished:
-            self.expected += LEARNT * (load.told - self.expected)
+            self.expected += LEARNT * (load.num_generated - self.expected)
 
     @property
     def busy(self) -> float:
@@ -245,14 +249,14 @@ class Router:
         self.running += 1
 
     def ended(self, timing: Timing) -> None:
-        """It is over; whoever counts is told."""
+        """It is over; notifies its counter."""
         self.running -= 1
         if not self.running:
             self._busy += time.monotonic() - self._since
         for listener in self.listeners:
             listener(timing)
 
-    # --- what is told of them ----------------------------------------------------------------
+    # --- figures of them ----------------------------------------------------------------
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -316,8 +320,8 @@ class Routed:
                 try:
                     async for output in self.stream:
                         assert self.replica is not None
-                        self.router.told(self.replica, self._number, self.request, output)
-                        self.timing.told(output)
+                        self.router.record_output(self.replica, self._number, self.request, output)
+                        self.timing.record_output(output)
                         finished = output.finish_reason is not None
                         yield output
                     return

@@ -1,6 +1,6 @@
 """TextPieces and StopStrings: token ids to pieces of text as they come, and where to end it.
 
-A piece never holds half a character, and nothing of a stop string is told before it is clear that
+A piece never holds half a character, and nothing of a stop string is sent before it is clear that
 it is none. Both cost what the text is long, whatever it holds.
 """
 
@@ -28,8 +28,8 @@ class TextPieces:
     """One row's text, piece by piece.
 
     A character may be spread over several tokens, and a token may read differently at the start
-    of a text than inside it. So a window of the newest tokens is decoded as a whole, and told is
-    what follows the part that was told before, without a character that is still open.
+    of a text than inside it. So a window of the newest tokens is decoded as a whole, and sent is
+    what follows the part that was sent before, without a character that is still open.
 
     Args:
         decode: token ids to text.
@@ -38,13 +38,13 @@ class TextPieces:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._told = ""
+        self._sent = ""
         self._rewritten = 0
         self._pieces: list[str] = []
 
     @property
     def text(self) -> str:
-        """All that was told."""
+        """All that was sent."""
         return "".join(self._pieces)
 
     def add(self, token: int) -> str:
@@ -55,7 +55,7 @@ class TextPieces:
         """The text that `tokens` complete."""
         if len(tokens) > 1:
             whole = self._decode([*self._window, *tokens])
-            if HALF in whole[len(self._told) :] or not whole.startswith(self._told):
+            if HALF in whole[len(self._sent) :] or not whole.startswith(self._sent):
                 # Which of several tokens left a character open shows one by one.
                 return "".join([self.add(token) for token in tokens])
         self._window += tokens
@@ -63,16 +63,16 @@ class TextPieces:
         end = len(whole)
         while end and len(whole) - end < _MOST_OPEN and whole[end - 1] == HALF:
             end -= 1
-        if not whole.startswith(self._told):
+        if not whole.startswith(self._sent):
             # Decoders that judge a run of bytes as a whole take back characters while a later
             # one is open; what stays so is no text at all, and goes on from where it was.
             self._rewritten += len(tokens)
             if self._rewritten <= 2 * _MOST_OPEN:
                 return ""
         self._rewritten = 0
-        piece = whole[len(self._told) : end]
+        piece = whole[len(self._sent) : end]
         if piece:
-            self._told = whole[:end]
+            self._sent = whole[:end]
             self._pieces.append(piece)
         if len(self._window) >= _WINDOW:
             self._slide(whole)
@@ -80,8 +80,8 @@ class TextPieces:
 
     def end(self) -> str:
         """What was held back."""
-        piece = self._decode(self._window)[len(self._told) :]
-        self._window, self._told = [], ""
+        piece = self._decode(self._window)[len(self._sent) :]
+        self._window, self._sent = [], ""
         if piece:
             self._pieces.append(piece)
         return piece
@@ -89,15 +89,15 @@ class TextPieces:
     def _slide(self, whole: str) -> None:
         """Forget tokens whose text no later one can change."""
         context = self._decode(self._window[-_KEPT:])
-        open_ = max(0, len(whole) - len(self._told))
+        open_ = max(0, len(whole) - len(self._sent))
         fits = bool(context) and whole.endswith(context) and len(context) > open_
         if fits or not whole or len(self._window) >= _FORCED:
             self._window = self._window[-_KEPT:]
-            self._told = context[: max(0, len(context) - open_)]
+            self._sent = context[: max(0, len(context) - open_)]
 
 
 class StopStrings:
-    """Ends a text at the first of some strings, which is not told.
+    """Ends a text at the first of some strings, which is not sent.
 
     The strings are one automaton (Aho and Corasick 1975) whose state is the longest end of the
     text that begins one of them: each character costs the same, however many strings there are,
@@ -142,7 +142,7 @@ class StopStrings:
         return self._next[node].get(character, 0)
 
     def feed(self, piece: str) -> tuple[str, str | None]:
-        """(what may be told now, the stop string that was found)."""
+        """(what may be sent now, the stop string that was found)."""
         if not self._node and self._first.isdisjoint(piece):
             return piece, None
         text = self._held + piece

@@ -1,4 +1,4 @@
-"""Keys: who may ask, told by a secret that is kept only as its digest."""
+"""Keys: who may ask, identified by a secret that is kept only as its digest."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class Bodies:
         kind = request.headers.get("content-type", "application/json").split(";")[0].strip()
         if kind.lower() not in ("application/json", ""):
             raise ApiError(415, f"the body is {kind[:100]}; it must be application/json")
-        told = request.headers.get("content-length", "0")
-        if not told.isdecimal() or int(told[:20]) > self.settings.max_body:
-            raise self.too_large(told[:20])
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > self.settings.max_body:
+            raise self.too_large(length[:20])
         try:
             yield room
         finally:

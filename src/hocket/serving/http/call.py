@@ -1,7 +1,7 @@
 """Call: one HTTP request while it is answered, and the endpoint that makes it.
 
     body read within bounds -> handler in a task of its own  ->  response, or events as they come
-                               beside it: is the client there?   gone: the handler is cancelled
+                               meanwhile: is the client there?   gone: the handler is cancelled
 
 A handler that is cancelled ends its Completion, and with it the requests: whether a stream or a
 plain response was to come.
@@ -65,7 +65,7 @@ class Call:
         self._send = send
 
     @contextlib.contextmanager
-    def told(self, completion: CompletionCall) -> Any:
+    def counted(self, completion: CompletionCall) -> Any:
         """Within, a completion is run; at the end its requests are over and it is counted."""
         try:
             yield completion

@@ -52,7 +52,7 @@ async def chat(call: Call) -> Response | None:
         special=tools.special,
     )
     form = _Form(call, fields, tools)
-    with call.told(completion):
+    with call.counted(completion):
         if fields.stream:
             await call.stream(form.events(completion))
             return None

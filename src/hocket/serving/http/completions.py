@@ -49,7 +49,7 @@ async def completions(call: Call) -> Response | None:
         n=best_of,
         per_token=fields.logprobs is not None,
     )
-    with call.told(completion):
+    with call.counted(completion):
         if fields.stream:
             await call.stream(form.events(completion))
             return None

@@ -1,7 +1,7 @@
 """What requests may hold: their fields, each with its bounds, and the sampling they ask for.
 
 Fields that OpenAI's clients and those of other servers send are known; of the others, each name
-is told once in the log. A field that is null is as one that is absent.
+is logged once. A field that is null is as one that is absent.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _IGNORED = """
 IGNORED = frozenset(_IGNORED.split())
 """Fields without effect here that need no word in the log."""
 
-_MOST_TOLD = 200
-_told: set[str] = set()
+_MAX_LOGGED = 200
+_logged: set[str] = set()
 
 
 class StreamOptions(BaseModel):
@@ -268,7 +268,7 @@ def tell_unknown(extra: dict[str, Any], known: frozenset[str]) -> None:
     """Say once of each field that it has no effect; of so many names that the log stays small."""
     for name in extra:
         short = name[:64]
-        if name in known or short in _told or len(_told) >= _MOST_TOLD:
+        if name in known or short in _logged or len(_logged) >= _MAX_LOGGED:
             continue
-        _told.add(short)
+        _logged.add(short)
         log.info("requests hold the field %r, which has no effect here", short)

@@ -63,7 +63,7 @@ class CompletionLogprobs:
         self._add(name, finite(one.logprob), top, len(text))
 
     def begin(self, token: int) -> None:
-        """The first token of a prompt, which nothing foretells."""
+        """The first token of a prompt, which nothing predicts."""
         self._add(label(self.words, token, self.as_ids), None, None, len(self._completed(token)))
 
     def add_prompt(self, one: TokenLogprobs) -> None:

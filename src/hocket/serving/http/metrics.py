@@ -105,12 +105,12 @@ class _Read(Collector):
         self.stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        told = {
+        counters = {
             "prompt_tokens": ("Tokens of prompts", self.counts.prompt_tokens),
             "completion_tokens": ("Tokens of answers", self.counts.completion_tokens),
             "cached_tokens": ("Prompt tokens that were cached", self.counts.cached_tokens),
         }
-        for name, (text, value) in told.items():
+        for name, (text, value) in counters.items():
             family = CounterMetricFamily(f"hocket_{name}", text)
             family.add_metric([], value)
             yield family

@@ -61,7 +61,7 @@ async def responses(call: Call) -> Response | None:
         special=tools.special,
     )
     form = _Form(call, fields, tools)
-    with call.told(completion):
+    with call.counted(completion):
         if fields.stream:
             await call.stream(form.events(completion), name_errors=True)
             return None
@@ -188,9 +188,9 @@ class _Form:
         }
 
     def _event(self, kind: str, **values: Any) -> str:
-        told = dumps({"type": kind, "sequence_number": self.number, **values})
+        data = dumps({"type": kind, "sequence_number": self.number, **values})
         self.number += 1
-        return f"event: {kind}\ndata: {told}\n\n"
+        return f"event: {kind}\ndata: {data}\n\n"
 
     async def events(self, completion: CompletionCall) -> AsyncIterator[bytes]:
         """The stream: created, in_progress, the message's or calls' own events, completed."""

@@ -14,7 +14,7 @@ from hocket.serving.http.errors import bad
 
 def response_format(given: Any) -> dict[str, Any] | None:
     """Of chats: {"type": "text" | "json_object" | "json_schema", ...}; of responses, the same
-    with the schema's fields beside the type.
+    with the schema's fields next to the type.
     """
     if given is None:
         return None

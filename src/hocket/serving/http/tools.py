@@ -165,7 +165,7 @@ class ToolText:
         self.calls: list[ToolCall] = []
         self._text = ""  # not yet said: the possible beginning of a call, or a call
         self._inside = False
-        self._told = 0
+        self._num_sent = 0
         self._whole = tools.forced is not None
         self._begun = False
         self._given_up = False
@@ -202,9 +202,9 @@ class ToolText:
         said = self.feed(text)
         if last:
             said += self.end()
-        new = self.calls[self._told :]
-        calls = [{"index": i, **one.form()} for i, one in enumerate(new, self._told)]
-        self._told = len(self.calls)
+        new = self.calls[self._num_sent :]
+        calls = [{"index": i, **one.form()} for i, one in enumerate(new, self._num_sent)]
+        self._num_sent = len(self.calls)
         return said, dumps(calls) if calls else ""
 
     def _llama(self) -> str:

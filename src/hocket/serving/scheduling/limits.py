@@ -23,7 +23,7 @@ class SchedulerLimits:
         depth: plans in flight; at least the number of pipeline stages, so that none waits.
         plan_tokens: prompt tokens that take a stage as long as what a plan costs besides its own,
             since weights are read for each.
-        max_queue: requests that wait, beside those for which a row is free, before more are
+        max_queue: requests that wait, in addition to those for which a row is free, before more are
             refused.
         max_waiting_tokens: prompt tokens that wait before more are refused.
         max_logit_rows: positions of one plan for which every position's logits are made

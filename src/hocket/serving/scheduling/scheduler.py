@@ -15,7 +15,7 @@ the end of a sequence then comes one plan late; the token computed meanwhile is 
 Sequences with a structure are not looked ahead of: the next mask follows from this token.
 
 A quarter of the tokens is kept from 1 while prompts wait, and decoding sequences take turns if
-they do not fit. Chunked prefill beside decoding: Agrawal et al. 2024 (Sarathi-Serve); paged
+they do not fit. Chunked prefill during decoding: Agrawal et al. 2024 (Sarathi-Serve); paged
 cache: Kwon et al. 2023; fairness: Sheng et al. 2024.
 """
 

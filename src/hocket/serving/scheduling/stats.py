@@ -18,7 +18,7 @@ class Stats:
         users: with requests that run or wait.
         in_flight: plans in flight.
         blocks_total, blocks_used, blocks_cached: of the cache: all, held by requests, and free
-            but kept for prompts that begin alike.
+            but kept for prompts with the same beginning.
         steps: plans made.
         rows: rows of those plans; rows / steps is the mean batch.
         prompt_tokens: tokens computed in chunks of prompts, those after a preemption too.
