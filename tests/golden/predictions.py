@@ -206,7 +206,7 @@ def _chosen_here() -> dict[str, Any]:
         small = dataclasses.replace(machine, capacity=capacity)
         layouts = machine_choice.candidate_layouts(shape, work, 4)
 
-        def weighed(shape: Any = shape, small: Any = small, layouts: Any = layouts) -> Any:
+        def ranked(shape: Any = shape, small: Any = small, layouts: Any = layouts) -> Any:
             best, _ = machine_choice.choose_layout(
                 shape, work, small, layouts, otherwise=lambda: machine_choice.leaner(layouts)
             )
@@ -215,7 +215,7 @@ def _chosen_here() -> dict[str, Any]:
                 for place, one in enumerate(best.alternatives)
             }
 
-        found[f"train {model} {capacity}"] = _answer(weighed)
+        found[f"train {model} {capacity}"] = _answer(ranked)
         found[f"serve {model} {capacity}"] = _answer(
             lambda shape=shape, small=small: {
                 f"{place} {one.layout}": [one.tokens_per_second, one.ttft, one.tpot]

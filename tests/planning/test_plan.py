@@ -19,7 +19,7 @@ from hocket.planning.forecast import LayoutForecast
 from hocket.planning.layouts import layout_at, row
 from hocket.planning.plan import TrainingPlan, best_layouts, plan_one, smallest_cluster
 from hocket.planning.problem import Problem
-from hocket.planning.search import price_layouts, search_layouts, simulate_all
+from hocket.planning.search import estimate_layouts, search_layouts, simulate_all
 from hocket.planning.tools.emit import TOOLS, emit
 from hocket.schedules.registry import build_schedule
 from hocket.simulation import simulate
@@ -118,7 +118,7 @@ def test_everything_is_ranked_together_and_marked(seventy: TrainingPlan) -> None
 def test_the_pipeline_is_the_simulators(text: str) -> None:
     """The very timeline of `simulate`, from prices put together by hand."""
     layout = Layout.parse(text)
-    priced = simulate_all(EIGHT, price_layouts(EIGHT, row(layout, EIGHT.shape, 8192, 64)))
+    priced = simulate_all(EIGHT, estimate_layouts(EIGHT, row(layout, EIGHT.shape, 8192, 64)))
     times = priced.times
     cut = EIGHT.cut(layout)
     per = len(EIGHT.shape.layers) / layout.pp
@@ -163,7 +163,7 @@ def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(
 ) -> None:
     problem = dataclasses.replace(EIGHT, global_batch=count)
     long = row(Layout.parse(text.format(m=count)), problem.shape, 8192, count)
-    times = price_layouts(problem, long).times
+    times = estimate_layouts(problem, long).times
     whole = layout_at(long, 0)
     found = problem.pipelines([whole], times)[0]
     from hocket.planning import problem as module
@@ -290,7 +290,7 @@ def test_a_part_of_a_node_grows_to_the_node_before_there_are_more() -> None:
 
 
 def test_fewer_of_the_others_are_simulated_next_to_what_runs_here() -> None:
-    found = search_layouts(EIGHT, beside=5)
+    found = search_layouts(EIGHT, extra=5)
     assert (~found.best.here).sum() == 5
     assert found.best.here.sum() > 5
     whole = search_layouts(EIGHT)

@@ -17,6 +17,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.serving import ServeOptions
 from hocket.spec.serving_forecast import (
+    ConsideredServer,
     Decode,
     Need,
     Percentiles,
@@ -25,7 +26,6 @@ from hocket.spec.serving_forecast import (
     ServiceLoad,
     ServingForecast,
     ServingMeasured,
-    Weighed,
 )
 
 LOAD = ServiceLoad(
@@ -53,9 +53,9 @@ FORECAST = ServingForecast(
     cache_bytes=8,
     cache_tokens=4096,
     alternatives=(
-        Weighed(layout="dp2", ranks=2, tokens_per_second=1000.0, ttft=0.1, tpot=0.01,
+        ConsideredServer(layout="dp2", ranks=2, tokens_per_second=1000.0, ttft=0.1, tpot=0.01,
                 cache_tokens=4096, chosen=True),
-        Weighed(layout="tp2", ranks=2, tokens_per_second=900.0, ttft=0.1, tpot=0.01,
+        ConsideredServer(layout="tp2", ranks=2, tokens_per_second=900.0, ttft=0.1, tpot=0.01,
                 cache_tokens=4096, fits=False),
     ),
     cluster="here",

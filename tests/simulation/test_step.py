@@ -6,7 +6,7 @@ import pytest
 
 from hocket.schedules.registry import build_schedule
 from hocket.simulation.processors import Cores
-from hocket.simulation.step import PlayedStep, exposed, play_step
+from hocket.simulation.step import PlayedStep, exposed, simulate_step
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import Schedule
 from hocket.spec.step_prices import Collective, RankStep, StageStep, StepPrices
@@ -21,7 +21,7 @@ def played(
 ) -> tuple[Schedule, Layout, PlayedStep]:
     layout = Layout.parse(text)
     schedule = build_schedule(layout, layout.microbatches or 1)
-    step = play_step(schedule, layout, prices, *([Cores(cores)] if cores else []))
+    step = simulate_step(schedule, layout, prices, *([Cores(cores)] if cores else []))
     return schedule, layout, step
 
 

@@ -175,10 +175,10 @@ def _adapted(
         thin = f"{p.name}.lora_A", f"{p.name}.lora_B"
         products += [
             MatrixProduct(
-                name=thin[0], n=rank, k=p.k, split=first, count=p.count, input=p.input, beside=True
+                name=thin[0], n=rank, k=p.k, split=first, count=p.count, input=p.input, lora=True
             ),
             MatrixProduct(
-                name=thin[1], n=p.n, k=rank, split=second, count=p.count, input=thin[0], beside=True
+                name=thin[1], n=p.n, k=rank, split=second, count=p.count, input=thin[0], lora=True
             ),
         ]
         for name, elements, split in (

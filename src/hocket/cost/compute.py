@@ -158,7 +158,7 @@ def _local(
         held = np.maximum(one.groups / at.ep, 1.0)
         rows = rows * imbalance / np.where(each < at.tp, at.tp, 1.0) / held
         return rows, *divided(split, n, k, each), held
-    if split == "outside" and not one.beside:
+    if split == "outside" and not one.lora:
         return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
     return rows, *divided(split, n, k, at.tp), 1.0
 

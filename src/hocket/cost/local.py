@@ -25,7 +25,7 @@ def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:
     found: dict[tuple[Any, ...], list[MatrixProduct]] = {}
     for place, p in enumerate(products):
         # An adapter's matmul runs as often as there are adapters.
-        key = (place if p.beside else p.input or place, p.split, p.k, p.count, p.groups)
+        key = (place if p.lora else p.input or place, p.split, p.k, p.count, p.groups)
         found.setdefault(key, []).append(p)
     return list(found.values())
 

@@ -40,7 +40,7 @@ class MeasuredLinks:
     Args:
         measured: of the machine.
         backend: `shm`, `gloo` or `nccl`.
-        wires: links that are to be felt (`--emulate-links`), with their scale; a collective then
+        wires: links that are emulated (`--emulate-links`), with their scale; a collective then
             ends when its bytes have run over them as well. None: only what was measured.
         layout: whose ranks lie on the wires. element_bytes: of what is sent here; on the wires an
             element has that of the GPU that is emulated.
@@ -70,7 +70,7 @@ class MeasuredLinks:
         if ranks < 2:
             return None
         operation = "all-reduce" if name in ("all-reduce", "barrier") else name
-        return self._priced((name, axis, nbytes), operation, ranks)
+        return self._seconds_of((name, axis, nbytes), operation, ranks)
 
     def all_reduce(self, axis: str, nbytes: int, ranks: int) -> Collective | None:
         """A sum over ranks, by the backend."""
@@ -82,13 +82,13 @@ class MeasuredLinks:
         most = max((c.sizes[-1] for c in self.measured.curves if c.operation == "sum"), default=0)
         if ranks < 2 or nbytes > most or self.backend != "shm":
             return self.all_reduce(axis, nbytes, ranks)
-        return self._priced(("all-reduce", axis, nbytes), "sum", ranks)
+        return self._seconds_of(("all-reduce", axis, nbytes), "sum", ranks)
 
     def message(self, nbytes: int, axis: str = "pp") -> Collective:
         """One message to a neighbouring stage, or to the next rank of another axis."""
-        return self._priced(("send", axis, nbytes), "send", 2)
+        return self._seconds_of(("send", axis, nbytes), "send", 2)
 
-    def _priced(self, what: tuple[str, str, int], operation: str, ranks: int) -> Collective:
+    def _seconds_of(self, what: tuple[str, str, int], operation: str, ranks: int) -> Collective:
         name, axis, nbytes = what
         given = SENT if operation == "send" else GIVEN
         curve = self._curve(operation, ranks)
@@ -126,7 +126,7 @@ class MeasuredLinks:
         )
 
     def _on_wires(self, name: str, axis: str, nbytes: int) -> float:
-        """Seconds that a collective's bytes run over the links that are to be felt.
+        """Seconds that a collective's bytes run over the links that are emulated.
 
         All groups of an axis talk at the same time; those whose bytes leave by the same port share
         it.

@@ -41,13 +41,13 @@ from hocket.spec.schedule import Schedule
 from hocket.spec.step_prices import Collective, RankStep, StageStep, StepPrices
 
 LOOP_CALLS = 60
-"""Small operations that a step takes beside the model: the batch, the gradients' clearing, what
+"""Small operations that a step takes apart from the model: the batch, the gradients' clearing, what
 the loop reads and reports; as many as `training.loop` runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProblem:
-    """What is priced.
+    """What is estimated.
 
     Attributes:
         shape: of the model, traced in `workload.dtype`. layout: with its microbatches.
@@ -115,8 +115,8 @@ class StepProblem:
         if not self.layout.sequence_parallel or self.layout.tp == 1:
             return 0
         products = self.shape.blocks[kind].products
-        beside = {p.name: p for p in products if p.beside}
-        thin = [beside[f"{p.name}.lora_A"] for p in products if f"{p.name}.lora_A" in beside]
+        adapters = {p.name: p for p in products if p.lora}
+        thin = [adapters[f"{p.name}.lora_A"] for p in products if f"{p.name}.lora_A" in adapters]
         inputs = {p.input or p.name: p.k * p.count for p in thin if p.split == "outside"}
         elements = sum(inputs.values()) + sum(p.n * p.count for p in thin)
         missing = elements * (self.layout.tp - 1) / self.layout.tp  # one slice is counted already
@@ -143,7 +143,7 @@ class StepProblem:
         split_loss = False
         for kind in blocks if tp > 1 else ():
             block = self.shape.blocks[kind]
-            products = [p for p in block.products if not p.beside]
+            products = [p for p in block.products if not p.lora]
             if self.layout.etp is not None:  # experts are whole: nothing of theirs is summed
                 products = [p for p in products if p.groups == 1]
             forward += sum(p.split == "row" for p in products)
@@ -158,7 +158,7 @@ class StepProblem:
             p
             for kind in again
             for p in self.shape.blocks[kind].products
-            if p.split == "row" and not p.beside
+            if p.split == "row" and not p.lora
             if p.groups == 1 or self.layout.etp is None
         ]
         repeated = sum(not p.ends for p in rows)
@@ -213,7 +213,7 @@ class StepProblem:
             block = self.shape.blocks[kind]
             exits += kind == "embedding" and any(w.split == "vocab" for w in block.weights)
             names = {p.name for p in block.products}
-            for product in (p for p in block.products if not p.beside):
+            for product in (p for p in block.products if not p.lora):
                 if product.split == "column":
                     entries.add(f"{number}.{product.input or product.name}")
                 if f"{product.name}.lora_A" in names:
@@ -232,10 +232,10 @@ class StepProblem:
         return all(weight.name in {w.name for w in held} for held in ends)
 
     def _sees_a_part(self, weight: Weight) -> bool:
-        """Whether a weight that is not split sees one slice of the sequence alone, or beside a
+        """Whether a weight that is not split sees one slice of the sequence alone, or also a
         frozen one that is split a part of its inputs or outputs."""
-        beside = self.adapted and self.layout.tp > 1 and weight.split == "outside"
-        return beside or self._sees_a_slice(weight)
+        whole = self.adapted and self.layout.tp > 1 and weight.split == "outside"
+        return whole or self._sees_a_slice(weight)
 
     def _sees_a_slice(self, weight: Weight) -> bool:
         """Whether a weight that is not split sees one slice of the sequence alone."""
@@ -431,7 +431,7 @@ def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: Measured
         for axis, nbytes in job.share(stage).partial_bytes.items():
             ranks = num_copies(axis, layout.tp)
             sums.append(links.collective("all-reduce", axis, nbytes, ranks))
-        # Values gathered: waited for in the next step, and priced in this one.
+        # Values gathered: waited for in the next step, and counted in this one.
         if layout.zero in (1, 2):
             for nbytes in bucket_bytes(job.share(stage).gradient_bytes, job.bucket_mb * 1e6):
                 size = nbytes // GRADIENT_BYTES * job.element_bytes

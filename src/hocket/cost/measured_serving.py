@@ -11,7 +11,7 @@ A step computes the new tokens of all its requests packed in one row, without pa
     messages      two sums a layer over tp, the hidden state to the next stage, the plan to all
 
 Nothing is fitted to a layout: sizes come from the model's traced shape, calls from the engine's
-code, seconds from `hocket probe`. What this machine does beside the ranks (HTTP, text) is left out.
+code, seconds from `hocket probe`. What this machine does for HTTP and text is left out.
 
 Legend: T tokens of a step, b requests that decode, c their mean context, n tokens of prompts, k
 their mean attended context, t tensor ranks.
@@ -37,7 +37,7 @@ from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelS
 from hocket.spec.step_prices import Collective
 
 STEP_CALLS, ROW_CALLS = 700, 24
-"""Small operations that a step takes as long as beside its layers, and for each row that decodes:
+"""Small operations that a step costs outside its layers, and for each row that decodes:
 planning and telling it, the plan's indices, positions, the model's own code around its layers, the
 sampled rows. As it came out on one machine with a model of four layers."""
 
@@ -145,7 +145,7 @@ class MeasuredReplica:
     # --- memory ------------------------------------------------------------------------------
 
     def weight_bytes(self, stage: int) -> int:
-        """Of the weights on the fullest tensor rank of a stage."""
+        """Of the weights on the largest tensor rank of a stage."""
         layout, blocks = self.layout, map(self.shape.blocks.__getitem__, self.stages[stage])
         experts = tuple(p.name for block in blocks for p in block.products if p.groups > 1)
         total = 0
@@ -169,7 +169,7 @@ class MeasuredReplica:
         return max(1, core.kv_heads // self.layout.tp)
 
     def step_bytes(self, stage: int, tokens: int, rows: int) -> int:
-        """What a rank makes and drops in the largest step, at its fullest moment: in the layer with
+        """What a rank makes and drops in the largest step, at its peak: in the layer with
         the widest tensors, or in fp32 logits, which come after it."""
         kinds = set(self.stages[stage])
         blocks = [self.shape.blocks[kind] for kind in kinds if kind != "head"]
@@ -181,7 +181,7 @@ class MeasuredReplica:
         return round(max(tokens * layers * self.state_bytes, head))
 
     def _layer_elements(self, block: BlockShape) -> float:
-        """Of one token, at the fullest moment of a block."""
+        """Of one token, at the peak of a block."""
         hidden, products = self.shape.hidden, block.products
         inner = max(
             (
@@ -196,7 +196,7 @@ class MeasuredReplica:
         return max(2 * inner + copies + 4 * hidden, weighted if copies else 0)
 
     def _attention_elements(self, block: BlockShape) -> float:
-        """Of one token, at the fullest moment of attention as the model's own code does it: in the
+        """Of one token, at the peak of attention as the model's own code does it: in the
         rotation of the queries (two products and their sum), or when its result is multiplied.
         Until then what was projected stays; cosines and sines stay for all layers."""
         rows = {row.name: row for one in self.shape.blocks.values() for row in one.saved}
@@ -234,7 +234,7 @@ class MeasuredServing:
     Args:
         replica: what it is.
         rates, links: of the machine.
-        slowdown: how many times longer a rank takes because of those that compute beside it.
+        slowdown: how many times longer a rank takes because of those that compute at the same time.
     """
 
     def __init__(

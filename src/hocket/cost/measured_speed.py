@@ -1,10 +1,10 @@
 """The speed of a measured machine: the parts of a probe brought to one.
 
 A machine that others share, or that a battery or heat slows, is not as fast at every moment: a
-virtual one moved by up to a third within seconds. The probe measures the same small work beside
+virtual one moved by up to a third within seconds. The probe measures the same small work next to
 each of its parts (`Pulse`), and each part is brought to the mean speed of the whole probe.
 
-A pulse just before a run was tried, and made forecasts no better: of what 0.6 s of such work told
+A pulse just before a run was tried, and made forecasts no better: of what 0.6 s of such work showed
 on a virtual machine, half was left in the 2 to 5 s that began a second later, a fifth after 15 s.
 """
 
@@ -38,9 +38,9 @@ def at_speed(measured: MachineMeasurements) -> MachineMeasurements:
     for part, operations in WORK.items():
         ratio = 1.0
         for operation in operations:
-            mean, beside = _mean(measured, operation), _of(measured, part, operation)
-            if mean is not None and beside is not None:
-                ratio *= (mean / beside) ** (1 / len(operations))
+            mean, near = _mean(measured, operation), _of(measured, part, operation)
+            if mean is not None and near is not None:
+                ratio *= (mean / near) ** (1 / len(operations))
         changed[part] = tuple(_slower(row, ratio) for row in getattr(measured, part))
     return dataclasses.replace(measured, **changed)
 

@@ -151,7 +151,7 @@ def stage_seconds(
 
 def _layer_again(block: BlockShape, microbatch: Microbatch, rates: Rates) -> float:
     forward = block_seconds(block, microbatch, rates).forward
-    products = [p for p in block.products if not p.beside]
+    products = [p for p in block.products if not p.lora]
     if products:
         forward -= _product(products[-1], block, microbatch, rates).forward
     return forward
@@ -187,7 +187,7 @@ def _product(
     if groups > 1:
         ranks, groups = microbatch.etp or ranks, max(1, groups // microbatch.ep)
     n, k = (max(1, round(x)) for x in divided(product.split, product.n, product.k, ranks))
-    sliced = product.split == "outside" and not product.beside
+    sliced = product.split == "outside" and not product.lora
     tokens = microbatch.tokens / (microbatch.ranks("outside") if sliced else 1)
     if product.groups > 1:  # those of all expert ranks; folded tensor ranks bring a share each
         tokens *= microbatch.ep

@@ -109,7 +109,7 @@ def peak_memory(
     acts_last = saved * end * late
     of_logits = logits * np.where(freed, np.where(whole, late, 1.0), (late + 1) / 2)
     acts_last = acts_last + at_end(np.where(bent, 0.0, of_logits))
-    # The first stage has most in flight; a lighter first stage leaves the second as the fullest.
+    # The first stage has most in flight; a lighter first stage leaves the second as the peak.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
     acts_second = saved * stage * np.maximum(flight * (1 - less), 1.0)
     totals = []

@@ -38,7 +38,7 @@ class Matmul:
     count: Floats
     groups: Floats
     frozen: bool = False
-    beside: bool = False
+    lora: bool = False
     latent: bool = False
     """Whether it projects a latent vector up (MLA), which recompute of modules runs again."""
 
@@ -341,14 +341,12 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     others = len(products) + len(block.attention)
     return BlockTerms(
         layer=layer,
-        reductions=len(
-            {p.name.split(".")[0] for p in products if p.split == "row" and not p.beside}
-        ),
+        reductions=len({p.name.split(".")[0] for p in products if p.split == "row" and not p.lora}),
         reductions_dense=len(
             {
                 p.name.split(".")[0]
                 for p in products
-                if p.split == "row" and not p.beside and p.groups == 1
+                if p.split == "row" and not p.lora and p.groups == 1
             }
         ),
         products=tuple(
@@ -359,7 +357,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
                 _one(p.count),
                 _one(p.groups),
                 p.frozen,
-                p.beside,
+                p.lora,
                 _latent(p),
             )
             for p in products

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hocket.launch import Launcher
     from hocket.planning.machine_forecast import MeasuredMachine
 
-Told = tuple[Forecast, Timeline | None]
+StepForecast = tuple[Forecast, Timeline | None]
 
 Machine = MachineMeasurements | Cluster
 """What a run is predicted for: CPU cores that were measured, or GPUs."""
@@ -44,7 +44,7 @@ Machine = MachineMeasurements | Cluster
 def forecast_run(
     spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None
 ) -> Forecast:
-    """What a run will take; `why` says why nothing could be foretold.
+    """What a run will take; `why` says why nothing could be predicted.
 
     Args:
         spec: of the run, its layout with microbatches.
@@ -72,7 +72,7 @@ def predicted_run(
     launcher: Launcher | None = None,
     schedule: Schedule | None = None,
     considered: int = 0,
-) -> Told:
+) -> StepForecast:
     """The forecast and the predicted Timeline of one step; never raises for a run that cannot be
     predicted.
 
@@ -104,7 +104,7 @@ def _on_cores(
     launcher: Launcher | None,
     schedule: Schedule | None,
     considered: int,
-) -> Told:
+) -> StepForecast:
     from hocket.planning.machine_choice import (
         candidate_layouts,
         evaluate_layouts,
@@ -112,7 +112,7 @@ def _on_cores(
     )
     from hocket.planning.machine_forecast import machine_forecast
 
-    missing = unpriced(spec, spec.layout)
+    missing = unmeasured(spec, spec.layout)
     if missing:
         return Forecast.none(str(spec.layout), f"{missing} was not measured here"), None
     machine = run_machine(spec, measured)
@@ -131,7 +131,7 @@ def _on_cores(
     return found, timeline
 
 
-def unpriced(spec: RunSpec, layout: Layout) -> str:
+def unmeasured(spec: RunSpec, layout: Layout) -> str:
     """What a run would do that no measurement of a machine prices; empty: nothing."""
     if spec.workload.dtype not in PRECISIONS:
         return f"matmuls in {spec.workload.dtype}"
@@ -140,7 +140,7 @@ def unpriced(spec: RunSpec, layout: Layout) -> str:
     return "activations in host memory" if layout.offloads("activations") else ""
 
 
-def write_forecast(folder: RunFolder, found: Told) -> None:
+def write_forecast(folder: RunFolder, found: StepForecast) -> None:
     """forecast.json and, where there is one, timeline.predicted.json."""
     write_text(folder.forecast_file, found[0].to_json())
     if found[1] is not None:
@@ -152,8 +152,8 @@ def predicted_timeline_file(folder: RunFolder) -> Path:
     return folder.path / "timeline.predicted.json"
 
 
-def read_forecast(folder: RunFolder) -> Told | None:
-    """What was foretold of a run; None where its folder holds nothing of the kind."""
+def read_forecast(folder: RunFolder) -> StepForecast | None:
+    """The forecast of a run; None where its folder has none."""
     try:
         found = Forecast.from_json(folder.forecast_file.read_text())
     except FileNotFoundError:
@@ -275,7 +275,7 @@ def _traced(launcher: Launcher, spec: RunSpec, size: tuple[int, int] | None = No
 # --- choosing ------------------------------------------------------------------------------------
 
 
-def weighed(
+def considered_layouts(
     spec: RunSpec,
     shape: ModelShape,
     machine: MeasuredMachine,
@@ -302,7 +302,7 @@ def weighed(
     among = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec, given))
 
     def allowed(layouts: list[Layout]) -> list[Layout]:
-        return legal([one for one in layouts if not unpriced(spec, one)])
+        return legal([one for one in layouts if not unmeasured(spec, one)])
 
     layouts = allowed(among)
     bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
@@ -320,11 +320,11 @@ def best_forecast(
     *,
     legal: Callable[[Layout], Layout | None],
     launcher: Launcher | None = None,
-) -> Told:
+) -> StepForecast:
     """The forecast of the best layout that this machine runs and that keeps what was given.
 
     Args:
-        spec: its layout holds what the user gave beside `--layout auto`.
+        spec: its layout holds what the user gave with `--layout auto`.
         given: the names of those fields.
         legal: a layout with its microbatches, if the model and the batch allow it.
 
@@ -338,7 +338,7 @@ def best_forecast(
     names = set(given) & {f.name for f in dataclasses.fields(Layout)}
 
     given_fields = {name: getattr(spec.layout, name) for name in names}
-    _, rows = weighed(
+    _, rows = considered_layouts(
         spec,
         shape,
         machine,

@@ -1,4 +1,4 @@
-"""When a run is foretold, and what is said of it.
+"""When a run is predicted, and what is printed of it.
 
     --layout auto     on CPU cores the machine is measured if it was not (once, some seconds); a
                       layout is chosen, the reasons are printed, and the run starts
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 NONE, AUTO = "none", "auto"
 """Clusters that are not files: no prediction; this machine, as it was measured."""
 
-WEIGHED = 8
-"""Layouts that are set beside one that was given."""
+CONSIDERED = 8
+"""Layouts that are compared with one that was given."""
 
 UNMEASURED = "this machine was not measured before the run: hocket probe"
 
@@ -70,7 +70,7 @@ def auto_layout(
     record: JobRecorder,
     *,
     launcher: Launcher | None = None,
-) -> tuple[forecast.Told, prepare.PreparedJob]:
+) -> tuple[forecast.StepForecast, prepare.PreparedJob]:
     """The layout for `--layout auto`: its forecast, and the job in it. Says what and why.
 
     Raises:
@@ -111,20 +111,20 @@ def auto_layout(
     )
     assert found.measured is not None  # `reject_cluster`
     if request.options.emulate_links is not None and launcher is not None:
-        # As many ranks as are weighed at most: how slow they are decides how slow the links are.
+        # As many ranks as are considered at most: how slow they are decides how slow the links are.
         most = max(curve.world for curve in found.measured.curves)
-        alike = dataclasses.replace(spec, layout=Layout(tp=most))
-        felt = links.settled(launcher, alike).options.emulate_links
+        widest = dataclasses.replace(spec, layout=Layout(tp=most))
+        emulated = links.settled(launcher, widest).options.emulate_links
         spec = dataclasses.replace(
-            spec, options=dataclasses.replace(spec.options, emulate_links=felt)
+            spec, options=dataclasses.replace(spec.options, emulate_links=emulated)
         )
     record.phase("choosing a layout")
-    told = forecast.best_forecast(
+    predicted = forecast.best_forecast(
         spec, found.measured, request.given, legal=legal, launcher=launcher
     )
-    for line in forecast_reasons(told[0]):
+    for line in forecast_reasons(predicted[0]):
         record.note(line)
-    return told, prepare.job_in_layout(job, Layout.parse(told[0].layout))
+    return predicted, prepare.job_in_layout(job, Layout.parse(predicted[0].layout))
 
 
 def _on_gpus(
@@ -133,7 +133,7 @@ def _on_gpus(
     record: JobRecorder,
     legal: Callable[[Layout], Layout | None],
     launcher: Launcher | None,
-) -> tuple[forecast.Told, prepare.PreparedJob]:
+) -> tuple[forecast.StepForecast, prepare.PreparedJob]:
     """The planner's layout for the GPUs of this run; data parallel under ZeRO-1 where nothing is
     known of them.
 
@@ -150,13 +150,13 @@ def _on_gpus(
         plain = Layout(dp=count, zero=1, microbatches=request.layout.microbatches)
         layout = validate_layout(job.source.dimensions, plain, request.workload)
         record.note(f"layout {layout}: {forecast.UNKNOWN_GPU}; --layout chooses")
-        found: forecast.Told = (Forecast.none(str(layout), forecast.UNKNOWN_GPU), None)
+        found: forecast.StepForecast = (Forecast.none(str(layout), forecast.UNKNOWN_GPU), None)
         return found, prepare.job_in_layout(job, layout)
     record.phase("choosing a layout")
     found = gpu_run.best_gpu_layout(
         spec, gpus, request.given,
         micro_batch_size=request.micro_batch_size, legal=legal, launcher=launcher,
-        considered=WEIGHED,
+        considered=CONSIDERED,
     )  # fmt: skip
     for line in forecast_reasons(found[0]):
         record.note(line)
@@ -175,21 +175,21 @@ def before(
     if cluster == NONE:
         forecast.write_forecast(folder, (Forecast.none(str(spec.layout), "--cluster none"), None))
         return
-    told = forecast.read_forecast(folder)
-    if told is not None and told[0].known and told[0].layout == str(spec.layout):
+    predicted = forecast.read_forecast(folder)
+    if predicted is not None and predicted[0].known and predicted[0].layout == str(spec.layout):
         return  # by whoever chose the layout, or an earlier start
     target = forecast.run_target(spec, cluster)
     if target is None and not on_cuda(spec.options):
-        _untold(folder, spec, UNMEASURED)
+        _write_reason(folder, spec, UNMEASURED)
         record.note(
             "no prediction: this machine has not been measured; hocket probe --quick does it in "
             f"up to {LONGEST:.0f} s"
         )
         return
-    told = forecast.predicted_run(spec, target, launcher=launcher, considered=WEIGHED)
-    forecast.write_forecast(folder, told)
-    if told[0].known:
-        record.note("predicted: " + forecast_line(told[0]))
+    predicted = forecast.predicted_run(spec, target, launcher=launcher, considered=CONSIDERED)
+    forecast.write_forecast(folder, predicted)
+    if predicted[0].known:
+        record.note("predicted: " + forecast_line(predicted[0]))
 
 
 def forecast_reasons(found: Forecast) -> list[str]:
@@ -232,7 +232,7 @@ def forecast_line(found: Forecast) -> str:
     return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")
 
 
-def _untold(folder: RunFolder, spec: RunSpec, why: str) -> None:
+def _write_reason(folder: RunFolder, spec: RunSpec, why: str) -> None:
     forecast.write_forecast(folder, (Forecast.none(str(spec.layout), why), None))
 
 

@@ -127,11 +127,11 @@ def require_here(cluster: Cluster, *, ranks: int | None = None) -> None:
     """
     if cluster.measured is None:
         return
-    told = cluster.measured
+    measured = cluster.measured
     mend = "hocket probe --out FILE measures the machine as it is now"
-    here = present_machine("auto" if told.device == "cuda" else "cpu")
-    if told.device == "cuda":
-        now, then = here.found.devices, told.devices
+    here = present_machine("auto" if measured.device == "cuda" else "cpu")
+    if measured.device == "cuda":
+        now, then = here.found.devices, measured.devices
         if here.kind != "cuda" or not now:
             raise OptionError(
                 f"{cluster.name} was measured on {_count(len(then), then[0].name)}; "
@@ -143,21 +143,21 @@ def require_here(cluster: Cluster, *, ranks: int | None = None) -> None:
         if len(now) < needed or missing:
             raise OptionError(
                 f"{cluster.name} was measured on {_count(len(then), then[0].name)} on "
-                f"{told.date[:10]}; this machine shows {_count(len(now), now[0].name)} now, "
+                f"{measured.date[:10]}; this machine shows {_count(len(now), now[0].name)} now, "
                 f"and {needed} are needed",
                 hint=mend,
             )
         return
-    if (told.host.cpu, told.host.name) != (here.host.cpu, here.host.name):
+    if (measured.host.cpu, measured.host.name) != (here.host.cpu, here.host.name):
         raise OptionError(
-            f"{cluster.name} was measured on {told.host.name} ({told.host.cpu}); "
+            f"{cluster.name} was measured on {measured.host.name} ({measured.host.cpu}); "
             f"this is {here.host.name} ({here.host.cpu})",
             hint=mend,
         )
-    if here.host.cores < told.host.cores:
+    if here.host.cores < measured.host.cores:
         raise OptionError(
-            f"{cluster.name} was measured with {told.host.cores} cores on {told.date[:10]}; "
-            f"processes may use {here.host.cores} here now",
+            f"{cluster.name} was measured with {measured.host.cores} cores on "
+            f"{measured.date[:10]}; processes may use {here.host.cores} here now",
             hint=mend,
         )
 

@@ -1,4 +1,4 @@
-"""The plan for a machine of CPU cores that was measured: the very figures that a run is foretold.
+"""The plan for a machine of CPU cores that was measured: the same figures as a run's forecast.
 
 `hocket plan --cluster auto`, `hocket train --layout auto` and `hocket compare` ask the same room
 (`planning.machine_forecast`), about the same layouts, so that they say the same.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hocket.spec.run import RunSpec, Workload
 
 PRECISION = "fp32"
-"""What a run on CPU computes in unless it is told otherwise."""
+"""What a run on CPU computes in unless specified otherwise."""
 
 OBJECTIVES = ("time", "memory")
 
@@ -51,7 +51,7 @@ def machine_plan(
     lora_targets: str | None = None,
     quantize_base: str | None = None,
 ) -> TrainingPlan:
-    """The best layouts of a model on a measured machine, or one layout foretold.
+    """The best layouts of a model on a measured machine, or one layout predicted.
 
     Args: as `jobs.plan.plan_training`; `precision` None is fp32.
 
@@ -87,9 +87,9 @@ def machine_plan(
     shown = ALL if objective == "memory" else top
     if layout is not None:
         layouts = [asked.layout]
-        weighed = evaluate_layouts(shape, workload, machine, layouts, shown=shown)
+        considered = evaluate_layouts(shape, workload, machine, layouts, shown=shown)
     else:
-        layouts, weighed = forecast.weighed(
+        layouts, considered = forecast.considered_layouts(
             spec,
             shape,
             machine,
@@ -97,7 +97,7 @@ def machine_plan(
             shown=shown,
             given=tuple(pins or ()),
         )
-    rows = [one for one, _ in weighed]
+    rows = [one for one, _ in considered]
     if objective == "memory":
         rows.sort(key=lambda one: (not fits_machine(one), max(one.peak_bytes), one.step_seconds))
     best = rows[0]
@@ -189,9 +189,9 @@ def problem(
     config = trained_config(source, words.vocab_size, words.eos_id)
     spec = job_spec(source, asked, Layout(), config, "plan")
     one = validate_layout(source.dimensions, layout or Layout(), spec.workload)
-    unpriced = forecast.unpriced(spec, one)
-    if unpriced:
-        raise OptionError(f"{unpriced} was not measured here", hint="another --layout")
+    unmeasured = forecast.unmeasured(spec, one)
+    if unmeasured:
+        raise OptionError(f"{unmeasured} was not measured here", hint="another --layout")
     shape = forecast.run_shape(spec)
     machine = forecast.run_machine(spec, measured)
     return MachinePlanRequest(source=source, spec=spec, shape=shape, machine=machine, layout=one)
@@ -242,8 +242,8 @@ def _measured(cluster: Cluster) -> MachineMeasurements:
 
 
 def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasurements) -> Any:
-    """As the planner tells a layout; what was foretold has no range, so its ends are equal."""
-    from hocket.planning.forecast import LayoutForecast as Told
+    """As the planner tells a layout; a prediction here has no range, so its ends are equal."""
+    from hocket.planning.forecast import LayoutForecast as Estimate
     from hocket.planning.forecast import Range
     from hocket.planning.machine_choice import MARGIN, fits_machine
 
@@ -253,20 +253,20 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasu
     same = [p.rate for p in measured.products if p.dtype == workload.dtype]
     peak = max(same or [p.rate for p in measured.products]) * min(ranks, measured.host.cores)
     step = Range(seconds, seconds, seconds)
-    fullest = max(one.memory, key=lambda row: row["total"])
+    peak_row = max(one.memory, key=lambda row: row["total"])
     # Of an exchange that is computed along with, as a ring over cp, only the rest is waited for.
     talk = min(sum(one.exposed.values()), max(0.0, seconds - one.compute))
     parts = {"compute": one.compute, "communication": talk}
-    return Told(
+    return Estimate(
         layout=layout,
         microbatch=workload.global_batch // layout.dp // (layout.microbatches or 1),
         num_gpus=ranks,
         step_seconds=step,
         tokens_per_second_per_gpu=step.inverse(tokens / ranks),
         mfu=step.inverse(tokens * shape.flops_per_token(workload.seq_len, causal=False) / peak),
-        memory=fullest["total"],
-        memory_high=round(MARGIN * fullest["total"]),
-        memory_by_kind={kind: size for kind, size in fullest.items() if kind != "total"},
+        memory=peak_row["total"],
+        memory_high=round(MARGIN * peak_row["total"]),
+        memory_by_kind={kind: size for kind, size in peak_row.items() if kind != "total"},
         fits=fits_machine(one),
         bubble=one.bubble,
         exposed=talk / seconds,

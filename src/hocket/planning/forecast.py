@@ -14,7 +14,7 @@ import numpy as np
 from hocket.planning.fit import fits_memory
 from hocket.planning.layouts import layout_at
 from hocket.planning.problem import Problem
-from hocket.planning.search import Priced
+from hocket.planning.search import Scored
 from hocket.spec import renamed
 from hocket.spec.capabilities import PRECISIONS, absent
 from hocket.spec.layout import Layout
@@ -107,10 +107,10 @@ class LayoutForecast:
 
 
 def layout_forecast(
-    problem: Problem, priced: Priced, index: int, *, num_similar: int = 0
+    problem: Problem, scored: Scored, index: int, *, num_similar: int = 0
 ) -> LayoutForecast:
     """The forecast of one evaluated row. `num_similar`: as in `LayoutForecast`."""
-    row = priced.take(np.array([index]))
+    row = scored.take(np.array([index]))
     at, times = row.layouts, row.times
     layout = layout_at(at, 0)
     if layout.pp > 1 and problem.division == "even":
@@ -183,7 +183,7 @@ def layout_forecast(
     )
 
 
-def _busy(problem: Problem, row: Priced) -> float:
+def _busy(problem: Problem, row: Scored) -> float:
     """Seconds that the average rank computes in a step's pipeline."""
     times, at = row.times, row.layouts
     whole = float(times.forward[0] + times.inputs[0] + times.weights[0])

@@ -17,7 +17,7 @@ from hocket.planning.links import AxisLinks, axis_links
 from hocket.planning.placement import AXIS_PARTS, DATA_PART, INSIDE_PART
 from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
-from hocket.planning.search import price_layouts
+from hocket.planning.search import estimate_layouts
 from hocket.spec.errors import HocketError
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout
@@ -122,7 +122,7 @@ def _timeline(
     problem = dataclasses.replace(problem, division=layout.pipeline_split)
     only = row(best.layout, problem.shape, problem.seq_len, problem.global_batch)
     most = max(LEAST, MOST_EVENTS // (8 * layout.world_size * layout.virtual_stages))
-    pipeline = problem.timeline(best.layout, price_layouts(problem, only).times, most=most)
+    pipeline = problem.timeline(best.layout, estimate_layouts(problem, only).times, most=most)
     # Under ZeRO-2 and 3 data ranks communicate layer by layer, within the pipeline's actions.
     woven = layout.zero >= 2 and bool(problem.constants.per_layer_state)
     inside, between = best.parts[INSIDE_PART], best.parts[DATA_PART]

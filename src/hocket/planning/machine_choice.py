@@ -1,4 +1,4 @@
-"""The choice among the layouts that a machine can run: the fastest that fits, and what was weighed.
+"""The choice among the layouts that a machine can run: the fastest that fits, and those considered.
 
 candidates -> what each can take at the least -> played from the least upwards, as long as a
 layout can still be the fastest; and where none fits, the same again with what saves memory
@@ -31,13 +31,13 @@ from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-"""Those that are weighed for a pipeline."""
+"""Those that are considered for a pipeline."""
 
 MOST_MICROBATCHES = 8
 """Times pp: beyond that a bubble is small and every microbatch only costs its overhead."""
 
 MARGIN = 1.05
-"""What a chosen layout must leave free: peaks were foretold within 5%."""
+"""What a chosen layout must leave free: peaks were predicted within 5%."""
 
 
 def meshes(shape: ModelShape, most_ranks: int) -> list[Layout]:
@@ -135,38 +135,38 @@ def choose_layout(
     clip: bool = True,
     shown: int = 12,
 ) -> tuple[Forecast, Timeline]:
-    """The forecast of the fastest layout that fits, with what else was weighed.
+    """The forecast of the fastest layout that fits, with what else was considered.
 
     Args: as `evaluate_layouts`.
 
     Raises:
         LayoutError: none of the layouts fits into what a rank may hold.
     """
-    weighed = evaluate_layouts(
+    ranked = evaluate_layouts(
         shape, workload, machine, layouts,
         otherwise=otherwise, bucket_mb=bucket_mb, clip=clip, shown=shown,
     )  # fmt: skip
-    return best_of(weighed, shape, workload, shown)
+    return best_of(ranked, shape, workload, shown)
 
 
 def best_of(
-    weighed: list[tuple[Forecast, Timeline]], shape: ModelShape, workload: Workload, shown: int = 12
+    ranked: list[tuple[Forecast, Timeline]], shape: ModelShape, workload: Workload, shown: int = 12
 ) -> tuple[Forecast, Timeline]:
-    """The first of what `evaluate_layouts` returned, with the others beside it.
+    """The first of what `evaluate_layouts` returned, with the others.
 
     Raises:
         OptionError: there is none.
         LayoutError: none fits into what a rank may hold.
     """
-    if not weighed:
+    if not ranked:
         raise OptionError(
             f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "
             "on this machine",
             hint="--layout dp1",
         )
-    best, timeline = weighed[0]
-    require_fit([one for one, _ in weighed], shape)
-    return with_considered_layouts(best, (one for one, _ in weighed), shown), timeline
+    best, timeline = ranked[0]
+    require_fit([one for one, _ in ranked], shape)
+    return with_considered_layouts(best, (one for one, _ in ranked), shown), timeline
 
 
 def require_fit(rows: Iterable[Forecast], shape: ModelShape) -> None:
@@ -182,10 +182,10 @@ def require_fit(rows: Iterable[Forecast], shape: ModelShape) -> None:
 
 
 def with_considered_layouts(
-    best: Forecast, weighed: Iterable[Forecast], shown: int = 12
+    best: Forecast, ranked: Iterable[Forecast], shown: int = 12
 ) -> Forecast:
-    """A forecast with what else was weighed, itself among it, best first."""
-    others = [one for one in weighed if one.layout != best.layout]
+    """A forecast with what else was considered, itself among it, best first."""
+    others = [one for one in ranked if one.layout != best.layout]
     rows = sorted([best, *others], key=_order)[:shown]
     if best not in rows:
         rows[-1] = best
@@ -221,22 +221,22 @@ def evaluate_layouts(
     At least `shown` are played (as far as there are so many), and all that could be the fastest.
 
     Args:
-        otherwise: further ones, weighed as well where none of `layouts` fits.
+        otherwise: further ones, considered as well where none of `layouts` fits.
     """
-    weighed: list[tuple[Forecast, Timeline]] = []
+    ranked: list[tuple[Forecast, Timeline]] = []
     best_yet = math.inf
     for bound, job in _bounded(shape, workload, machine, layouts, bucket_mb=bucket_mb, clip=clip):
-        if bound > best_yet and len(weighed) >= shown:
+        if bound > best_yet and len(ranked) >= shown:
             continue  # it cannot be the fastest, and enough is shown
         one, timeline = forecast_of(job, machine)
-        weighed.append((one, timeline))
+        ranked.append((one, timeline))
         if fits_machine(one):
             best_yet = min(best_yet, one.step_seconds)
     if otherwise is not None and best_yet == math.inf:
-        weighed += evaluate_layouts(
+        ranked += evaluate_layouts(
             shape, workload, machine, otherwise(), bucket_mb=bucket_mb, clip=clip, shown=shown
         )
-    return sorted(weighed, key=lambda pair: _order(pair[0]))
+    return sorted(ranked, key=lambda pair: _order(pair[0]))
 
 
 def _order(one: Forecast) -> tuple[bool, float]:

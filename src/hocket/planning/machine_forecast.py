@@ -14,7 +14,7 @@ from hocket.cost.measured_prices import StepProblem, step_prices
 from hocket.cost.measured_rates import Rates
 from hocket.schedules.registry import build_schedule
 from hocket.simulation.processors import Cores, Slowdown
-from hocket.simulation.step import exposed, play_step
+from hocket.simulation.step import exposed, simulate_step
 from hocket.spec.collectives import total
 from hocket.spec.errors import LayoutError
 from hocket.spec.forecast import Forecast
@@ -34,7 +34,7 @@ class MeasuredMachine:
     Attributes:
         measured: what was measured. backend: of communication.
         name: for people. capacity: bytes that a rank may hold; 0: its share of the memory.
-        wires: links that are to be felt, with their scale.
+        wires: links that are emulated, with their scale.
     """
 
     measured: MachineMeasurements
@@ -123,7 +123,7 @@ def forecast_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Forecast, T
     rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)
     unlike = machine.unlike(layout.world_size)
-    played = play_step(schedule, layout, prices, machine.slowdown, unlike=unlike)
+    played = simulate_step(schedule, layout, prices, machine.slowdown, unlike=unlike)
     memory = memory_rows(job)
     timeline = dataclasses.replace(
         played.timeline, peak_bytes=tuple(row["total"] for row in memory)

@@ -24,12 +24,12 @@ from hocket.spec.layout import Layout
 from hocket.spec.service import Service
 from hocket.spec.serving import num_replicas
 from hocket.spec.serving_forecast import (
+    ConsideredServer,
     Decode,
     Need,
     Prefill,
     ServiceLoad,
     ServingForecast,
-    Weighed,
 )
 from hocket.spec.units import format_bytes
 
@@ -46,7 +46,7 @@ COUNTED = 300
 TRIES = 7
 """Halvings in the search for the rate at which goals are still met."""
 
-FULLEST = 0.95
+MAX_UTILIZATION = 0.95
 """Of the rate at which it saturates, what a replica is loaded with at most."""
 
 
@@ -242,7 +242,7 @@ def under_load(
     needs = tuple(
         Need(
             rate=times * most,
-            replicas=math.ceil(times * most / (FULLEST * most) - 1e-9),
+            replicas=math.ceil(times * most / (MAX_UTILIZATION * most) - 1e-9),
             within_goals=math.ceil(times * most / good - 1e-9) if good > 0 else None,
         )
         for times in NEEDS
@@ -300,7 +300,7 @@ def _alone(table: RoundTable, service: Service) -> float:
     return read + service.output_len * (low + slope * (service.context - 1))
 
 
-# --- measured steps instead of priced ones --------------------------------------------------------
+# --- measured steps instead of estimated ones -----------------------------------------------------
 
 
 class MeasuredSteps:
@@ -362,14 +362,14 @@ def evaluate_servers(
     sizes: EngineSizes,
     layouts: Iterable[Layout],
     service: Service | None = None,
-) -> list[tuple[float, Weighed]]:
+) -> list[tuple[float, ConsideredServer]]:
     """Layouts with the requests a second that they answer within the goals, best first.
 
     Those that fit come first; then what answers most requests a second with the goal per token
     met, then what answers most tokens.
     """
     service = service or usual(sizes.longest)
-    found: list[tuple[float, Weighed]] = []
+    found: list[tuple[float, ConsideredServer]] = []
     for layout in layouts:
         replica = servers.replica(layout, sizes)
         tokens, ranks = replica.cache_tokens, replica.data_ranks
@@ -384,7 +384,7 @@ def evaluate_servers(
             most = max((rate for _, rate in rates), default=0.0)
             good = max((rate for seconds, rate in rates if seconds <= goal), default=0.0)
         count = num_replicas(layout)
-        one = Weighed(
+        one = ConsideredServer(
             layout=str(layout),
             ranks=layout.world_size,
             tokens_per_second=count * most * service.output_len,
@@ -408,9 +408,9 @@ def choose_server(
     Raises:
         OptionError: none of them fits.
     """
-    considered = evaluate_servers(servers, sizes, layouts, service)
-    if not considered or not considered[0][1].fits:
-        best = max(considered, key=lambda p: p[1].cache_tokens)[1] if considered else None
+    ranked = evaluate_servers(servers, sizes, layouts, service)
+    if not ranked or not ranked[0][1].fits:
+        best = max(ranked, key=lambda p: p[1].cache_tokens)[1] if ranked else None
         rank = 0 if best is None else servers.replica(Layout.parse(best.layout), sizes).capacity
         raise OptionError(
             f"{servers.model} fits in no layout of {servers.cluster}"
@@ -425,17 +425,17 @@ def choose_server(
             if best and best.cache_tokens > 1
             else "another machine: hocket plan MODEL --serve",
         )
-    chosen = Layout.parse(considered[0][1].layout)
-    return with_considered_servers(
-        server_forecast(servers, chosen, sizes, service), [one for _, one in considered]
+    chosen = Layout.parse(ranked[0][1].layout)
+    return with_servers(
+        server_forecast(servers, chosen, sizes, service), [one for _, one in ranked]
     )
 
 
-def with_considered_servers(found: ServingForecast, weighed: Sequence[Weighed]) -> ServingForecast:
-    """A forecast with what else was weighed."""
+def with_servers(found: ServingForecast, ranked: Sequence[ConsideredServer]) -> ServingForecast:
+    """A forecast with what else was considered."""
     return dataclasses.replace(
         found,
         alternatives=tuple(
-            dataclasses.replace(one, chosen=one.layout == found.layout) for one in weighed
+            dataclasses.replace(one, chosen=one.layout == found.layout) for one in ranked
         ),
     )

@@ -17,10 +17,10 @@ from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.placement import moved, placed_forecast
 from hocket.planning.problem import Problem
 from hocket.planning.search import (
-    BESIDE,
-    Priced,
+    EXTRA,
+    Scored,
     SearchResult,
-    price_layouts,
+    estimate_layouts,
     search_layouts,
     simulate_all,
 )
@@ -35,7 +35,7 @@ from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes
 
 BEYOND = 3
-"""Better layouts that this hocket cannot run today, shown beside those that it can."""
+"""Better layouts that this hocket cannot run today, shown next to those that it can."""
 
 LARGEST = 1 << 14
 """Nodes looked at for the smallest cluster that fits."""
@@ -60,7 +60,7 @@ class TrainingPlan:
         explanation: sentences, where asked for.
         notes: what a reader should know.
         machine: the CPU cores that were measured, in words, and empty on GPUs; where it is not,
-            figures are as a run is foretold, without ranges.
+            figures are those of a run's forecast, without ranges.
         lora_rank, lora_targets, quantize_base: of adapters that are trained instead of the model;
             None: it is.
         stack: software whose constants estimate it, where it was named: its version and years.
@@ -130,7 +130,7 @@ def best_layouts(
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     found = search_layouts(
-        problem, objective=objective, pins=pins, beside=None if everything else BESIDE
+        problem, objective=objective, pins=pins, extra=None if everything else EXTRA
     )
     if found.num_fitting == 0:
         raise _impossible(problem, found, pins)
@@ -158,23 +158,23 @@ def best_layouts(
         notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
     return TrainingPlan(
         **_asked(problem, objective),
-        layouts=tuple(_told(problem, found.best, i, num_similar=n) for i, n in chosen),
-        unsupported_layouts=tuple(_told(problem, found.best, i, num_similar=n) for i, n in beyond),
+        layouts=tuple(_row(problem, found.best, i, num_similar=n) for i, n in chosen),
+        unsupported_layouts=tuple(_row(problem, found.best, i, num_similar=n) for i, n in beyond),
         num_legal=found.num_legal,
         num_fitting=found.num_fitting,
         notes=tuple(notes),
     )
 
 
-def _told(problem: Problem, priced: Priced, index: int, num_similar: int) -> LayoutForecast:
+def _row(problem: Problem, scored: Scored, index: int, num_similar: int) -> LayoutForecast:
     """The forecast of one row, its axes placed on the links."""
     return _with_tools(
         problem,
-        placed_forecast(problem, layout_forecast(problem, priced, index, num_similar=num_similar)),
+        placed_forecast(problem, layout_forecast(problem, scored, index, num_similar=num_similar)),
     )
 
 
-def _runnable(problem: Problem, best: Priced, rows: np.ndarray) -> np.ndarray:
+def _runnable(problem: Problem, best: Scored, rows: np.ndarray) -> np.ndarray:
     """Of some rows those that some software runs; where none runs any, all of them."""
     at = best.layouts.take(rows)
     able = np.zeros(len(rows), dtype=bool)
@@ -196,11 +196,11 @@ def timeline_of(problem: Problem, layout: Layout) -> Timeline | None:
     if layout.pp == 1:
         return None
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
-    return problem.timeline(layout, price_layouts(problem, only).times)
+    return problem.timeline(layout, estimate_layouts(problem, only).times)
 
 
 def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
-    """One given layout, priced, whether it fits or not.
+    """One given layout, estimated, whether it fits or not.
 
     Raises:
         LayoutError: it does not fit the model, the batch, or the number of GPUs.
@@ -214,8 +214,8 @@ def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
     problem = dataclasses.replace(problem, division=layout.pipeline_split)
     problem.cut(layout)  # refuses layers that do not add up
-    priced = simulate_all(problem, price_layouts(problem, only))
-    found = layout_forecast(problem, priced, 0)
+    scored = simulate_all(problem, estimate_layouts(problem, only))
+    found = layout_forecast(problem, scored, 0)
     kept = {name: getattr(layout, name) for name in ("pipeline_split", "data_parallel", "offload")}
     whole = dataclasses.replace(found.layout, **kept)
     found = moved(problem, dataclasses.replace(found, layout=whole), layout.order)
@@ -300,7 +300,7 @@ def _borrowed(problem: Problem) -> list[str]:
     ]
 
 
-def _distinct(best: Priced) -> np.ndarray:
+def _distinct(best: Scored) -> np.ndarray:
     """Rows without those that are another one with cp and dp exchanged, at the same price."""
     at = best.layouts
     kept: dict[tuple[float, ...], int] = {}
@@ -322,16 +322,16 @@ def _distinct(best: Priced) -> np.ndarray:
     return np.array(list(kept.values()), dtype=int)
 
 
-ALIKE = ("dp", "pp", "cp", "tp", "ep", "schedule", "zero", "recompute", "sequence_parallel")
+IDENTICAL = ("dp", "pp", "cp", "tp", "ep", "schedule", "zero", "recompute", "sequence_parallel")
 """Layouts equal in these are of one kind: they differ in microbatches, virtual stages and shard."""
 
 
-def _different(best: Priced, rows: np.ndarray, top: int) -> list[tuple[int, int]]:
+def _different(best: Scored, rows: np.ndarray, top: int) -> list[tuple[int, int]]:
     """The best row of each kind with how many more there are; `top` in all, filled up with further
     ones of the same kinds where there are not as many kinds."""
     kinds: dict[tuple[float, ...], list[int]] = {}
     for i in rows.tolist():
-        kinds.setdefault(tuple(float(getattr(best.layouts, n)[i]) for n in ALIKE), []).append(i)
+        kinds.setdefault(tuple(float(getattr(best.layouts, n)[i]) for n in IDENTICAL), []).append(i)
     shown = [members[0] for members in kinds.values()][:top]
     rest = sorted(i for members in kinds.values() for i in members[1:])
     shown = sorted([*shown, *rest[: top - len(shown)]])
@@ -392,7 +392,7 @@ def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> Lay
     assert found.least is not None
     layout, high = found.least
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
-    held = layout_forecast(problem, price_layouts(problem, only), 0).memory_by_kind
+    held = layout_forecast(problem, estimate_layouts(problem, only), 0).memory_by_kind
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
     asked = f", {pins_text(pins)}" if pins else ""
     message = (

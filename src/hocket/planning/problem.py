@@ -1,4 +1,4 @@
-"""Problem: one model, one cluster, one batch; its layouts are priced through `cost`.
+"""Problem: one model, one cluster, one batch; its layouts are estimated through `cost`.
 
 The machine's numbers are those of the links that are there: measured collectives are taken from
 the same kind of GPU and link.
@@ -61,7 +61,7 @@ Not fitted; published runs with natural routing are predicted better with it tha
 (docs/reference/accuracy.md)."""
 
 CHUNK = 65536
-"""Rows priced at once: their columns stay in the processor's cache."""
+"""Rows estimated at once: their columns stay in the processor's cache."""
 
 SHORT = 3
 """Rounds of pp microbatches that are simulated of a long schedule, in addition to the one that
@@ -225,7 +225,7 @@ class Problem:
         return step_times(self.model, layouts, length, self.machine, self.constants, ranks=ranks)
 
     def memory(self, layouts: Layouts) -> MemoryEstimate:
-        """Bytes of the fullest GPU at the worst moment, [r]."""
+        """Bytes of the peak GPU at the worst moment, [r]."""
         length = np.array(float(self.seq_len))
         ranks = self.rank_layers(layouts)
         return peak_memory(self.model, layouts, length, self.constants, ranks=ranks)
@@ -265,7 +265,7 @@ class Problem:
         return {}
 
     def high_memory(self, layouts: Layouts) -> Floats:
-        """Bytes of the fullest GPU at the 95th percentile, [r]; what must fit."""
+        """Bytes of the peak GPU at the 95th percentile, [r]; what must fit."""
         parts = [
             self.memory(layouts.take(np.arange(start, min(start + CHUNK, len(layouts))))).peak
             for start in range(0, len(layouts), CHUNK)
@@ -288,7 +288,7 @@ class Problem:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
 
         Args:
-            layouts: alike in `played`: one schedule is played for all of them.
+            layouts: equal in `played`: one schedule is simulated for all of them.
             times: their prices.
         """
         first = layouts[0]
@@ -332,7 +332,7 @@ class Problem:
         return simulate(_schedule(plain, count), prices)
 
     def stage_seconds(self, first: Layout, times: StepTimes) -> dict[str, Floats]:
-        """Seconds of a microbatch by action and stage, [r, stages], for layouts alike in `played`.
+        """Seconds of a microbatch by action and stage, [r, stages], for layouts equal in `played`.
 
         Args:
             first: one of them. times: of all.

@@ -1,6 +1,6 @@
 """The search: every legal layout, discarded by memory, sorted by closed forms, the best simulated.
 
-legal layouts -> fit at the 95th percentile -> priced at once -> the best few hundred are played
+legal layouts -> fit at the 95th percentile -> estimated at once -> the best few hundred simulated
 event by event over the schedule that the runtime would run -> sorted again
 """
 
@@ -32,8 +32,8 @@ OBJECTIVES = ("time", "tokens-per-dollar", "memory")
 SIMULATED = 200
 """Layouts that are simulated, of those that run here and of the others each."""
 
-BESIDE = 50
-"""Of the others where only the best few of them are shown, beside those that run here."""
+EXTRA = 50
+"""Of the others where only the best few of them are shown, next to those that run here."""
 
 MOST_ACTIONS = 200_000
 """Of all simulated schedules together: a limit in work, so that an answer never depends on how
@@ -44,7 +44,7 @@ SIZES = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Priced:
+class Scored:
     """Layouts with what they cost, [r], best first.
 
     Attributes:
@@ -66,9 +66,9 @@ class Priced:
     def __len__(self) -> int:
         return len(self.layouts)
 
-    def take(self, index: np.ndarray) -> Priced:
+    def take(self, index: np.ndarray) -> Scored:
         """Some of the rows."""
-        return Priced(
+        return Scored(
             layouts=self.layouts.take(index),
             here=self.here[index],
             seconds=self.seconds[index],
@@ -90,7 +90,7 @@ class SearchResult:
         least: the layout of least memory where nothing fits, else None.
     """
 
-    best: Priced
+    best: Scored
     num_legal: int
     num_fitting: int
     num_gpus: int
@@ -104,17 +104,17 @@ def search_layouts(
     pins: Pins | None = None,
     here: bool = False,
     simulated: int = SIMULATED,
-    beside: int | None = None,
+    extra: int | None = None,
 ) -> SearchResult:
     """The best layouts.
 
     Args:
         objective: `time` of a step, `tokens-per-dollar` (fewer GPUs are looked at as well), or
-            `memory` of the fullest GPU.
+            `memory` of the peak GPU.
         pins: axis to the only value that it may have, see `layouts.layout_pins`.
         here: only what this hocket can carry out itself.
         simulated: how many layouts are simulated, of those that run here and of the others each.
-        beside: how many of the others where some run here. None: as many.
+        extra: how many of the others where some run here. None: as many.
 
     Raises:
         OptionError: an unknown objective, or a batch that no number of these GPUs divides.
@@ -133,24 +133,24 @@ def search_layouts(
     if not fits.any():
         at = int(high.argmin())
         least = layout_at(layouts, at), float(high[at])
-        empty = price_layouts(problem, layouts.take(np.arange(0)))
+        empty = estimate_layouts(problem, layouts.take(np.arange(0)))
         return SearchResult(empty, len(layouts), 0, num_gpus, least)
     kept = np.flatnonzero(fits)
-    priced = price_layouts(problem, layouts.take(kept), high=high[kept])
-    exchanged = np.flatnonzero(problem.exchanged(priced.layouts, priced.times))
+    scored = estimate_layouts(problem, layouts.take(kept), high=high[kept])
+    exchanged = np.flatnonzero(problem.exchanged(scored.layouts, scored.times))
     if len(exchanged):
-        priced = priced.take(exchanged)
-    beside = simulated if beside is None else min(beside, simulated)
-    best = _best(problem, priced, objective, simulated, beside)
+        scored = scored.take(exchanged)
+    extra = simulated if extra is None else min(extra, simulated)
+    best = _best(problem, scored, objective, simulated, extra)
     return SearchResult(best, len(layouts), len(kept), num_gpus, None)
 
 
-def price_layouts(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Priced:
-    """Layouts priced by closed forms, in their order."""
+def estimate_layouts(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Scored:
+    """Layouts estimated by closed forms, in their order."""
     high = problem.high_memory(layouts) if high is None else high
     times = problem.times(layouts)
     count = len(layouts)
-    return Priced(
+    return Scored(
         layouts=layouts,
         here=runs_here(layouts, problem.axes),
         seconds=times.step,
@@ -161,19 +161,19 @@ def price_layouts(problem: Problem, layouts: Layouts, *, high: Floats | None = N
     )
 
 
-def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) -> Priced:
+def simulate_all(problem: Problem, scored: Scored, *, most: int = MOST_ACTIONS) -> Scored:
     """With the pipelines played event by event, in the order of the rows, `most` actions in all."""
-    at = priced.layouts
+    at = scored.layouts
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     found: dict[int, Layout] = {}
-    for i in range(len(priced)):
+    for i in range(len(scored)):
         if at.pp[i] > 1:
             layout = layout_at(at, i)
             found[i] = layout
             played = played_microbatches(layout, int(at.microbatches[i]))
             key = layout.pp, layout.virtual_stages, int(at.schedule[i]), int(at.lighter[i])
             groups[*key, *played].append(i)
-    pipeline = priced.pipeline.copy()
+    pipeline = scored.pipeline.copy()
     simulated = at.pp == 1  # microbatch after microbatch: nothing to play
     for (pp, virtual, _, _, short, long), rows in groups.items():
         actions = 6 * pp * virtual * (short if short == long else short + long)
@@ -181,12 +181,12 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
             continue
         most -= actions
         layouts = [found[i] for i in rows]
-        pipeline[rows] = problem.pipelines(layouts, _take(priced.times, np.array(rows)))
+        pipeline[rows] = problem.pipelines(layouts, _take(scored.times, np.array(rows)))
         simulated[rows] = True
     return dataclasses.replace(
-        priced,
+        scored,
         pipeline=pipeline,
-        seconds=priced.seconds - priced.pipeline + pipeline,
+        seconds=scored.seconds - scored.pipeline + pipeline,
         simulated=simulated,
     )
 
@@ -197,41 +197,41 @@ def _layout_gpus(layouts: Layouts) -> Floats:
     return found
 
 
-def score(priced: Priced, objective: str) -> Floats:
+def score(scored: Scored, objective: str) -> Floats:
     """What is made small, [r]."""
     if objective == "memory":
-        return priced.high
+        return scored.high
     if objective == "tokens-per-dollar":
-        return priced.seconds * _layout_gpus(priced.layouts)
-    return priced.seconds
+        return scored.seconds * _layout_gpus(scored.layouts)
+    return scored.seconds
 
 
-def ranked_rows(priced: Priced, objective: str) -> np.ndarray:
+def ranked_rows(scored: Scored, objective: str) -> np.ndarray:
     """Rows from best to worst; equals by memory, then by how little they ask for."""
-    at = priced.layouts
+    at = scored.layouts
     asks = at.zero + at.recompute + at.sequence_parallel + np.log2(at.cp) + (at.virtual > 1)
-    rounded = np.array([float(f"{value:.4g}") for value in score(priced, objective)])
-    second = priced.seconds if objective == "memory" else priced.high
+    rounded = np.array([float(f"{value:.4g}") for value in score(scored, objective)])
+    second = scored.seconds if objective == "memory" else scored.high
     return np.lexsort((second, asks, rounded))
 
 
-def _best(problem: Problem, priced: Priced, objective: str, simulated: int, beside: int) -> Priced:
+def _best(problem: Problem, scored: Scored, objective: str, simulated: int, extra: int) -> Scored:
     chosen: list[np.ndarray] = []
-    for rows in (np.flatnonzero(priced.here), np.flatnonzero(~priced.here)):
-        values = score(priced, objective)[rows]
-        count = min(beside if chosen else simulated, len(rows))
+    for rows in (np.flatnonzero(scored.here), np.flatnonzero(~scored.here)):
+        values = score(scored, objective)[rows]
+        count = min(extra if chosen else simulated, len(rows))
         if count:
             first = np.argpartition(values, count - 1)[:count]
             chosen.append(rows[first[np.argsort(values[first], kind="stable")]])
     played = [
-        simulate_all(problem, priced.take(rows), most=MOST_ACTIONS // len(chosen))
+        simulate_all(problem, scored.take(rows), most=MOST_ACTIONS // len(chosen))
         for rows in chosen
     ]
     joined = played[0] if len(played) == 1 else _join(*played)
     return joined.take(ranked_rows(joined, objective))
 
 
-def _join(one: Priced, other: Priced) -> Priced:
+def _join(one: Scored, other: Scored) -> Scored:
     def both(name: str) -> Any:
         return np.concatenate([getattr(one, name), getattr(other, name)])
 
@@ -242,7 +242,7 @@ def _join(one: Priced, other: Priced) -> Priced:
         )
         for n in names
     }
-    return Priced(
+    return Scored(
         layouts=concatenate([one.layouts, other.layouts]),
         times=StepTimes(**times),
         **{n: both(n) for n in ("here", "seconds", "pipeline", "simulated", "high")},

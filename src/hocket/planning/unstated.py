@@ -18,7 +18,7 @@ from hocket.cost.layout_batch import SCHEDULES, Layouts
 from hocket.cost.memory import LATE
 from hocket.planning.fit import fits_memory
 from hocket.planning.problem import Problem
-from hocket.planning.search import price_layouts, ranked_rows
+from hocket.planning.search import estimate_layouts, ranked_rows
 from hocket.planning.stacks import STACKS
 from hocket.planning.tools.limits import ToolLimits
 from hocket.spec import legality
@@ -50,7 +50,7 @@ def resolve_unstated(
     held = problem.memory(rows)
     enough = np.flatnonzero(fits_memory(held, problem.cluster.node.gpu.usable))
     if len(enough):
-        at = int(enough[ranked_rows(price_layouts(problem, rows.take(enough)), "time")[0]])
+        at = int(enough[ranked_rows(estimate_layouts(problem, rows.take(enough)), "time")[0]])
     else:
         at = int(held.least.argmin())
     values = {

@@ -464,7 +464,7 @@ def attention_line(row: Mapping[str, Any]) -> str:
 
 def facts(served: ServerRecord) -> list[tuple[str, str]]:
     """What was asked for and assumed."""
-    spec, told = served.spec, served.forecast
+    spec, forecast = served.spec, served.forecast
     found: list[tuple[str, Any]] = [("folder", served.path)]
     if spec is not None:
         found += [("model", spec.model), ("layout", spec.layout), ("dtype", spec.workload.dtype)]
@@ -482,7 +482,7 @@ def facts(served: ServerRecord) -> list[tuple[str, str]]:
     if served.measured is not None:
         for replica in served.measured.replicas[:1]:
             found += [("attention", attention_line(row)) for row in replica.attention]
-    if told is not None:
-        found.append(("predicted for", told.basis))
-        found += [("assumed", note) for note in told.notes]
+    if forecast is not None:
+        found.append(("predicted for", forecast.basis))
+        found += [("assumed", note) for note in forecast.notes]
     return [(name, str(value)) for name, value in found]

@@ -60,7 +60,7 @@ class PlayedStep:
     seconds: float
 
 
-def play_step(
+def simulate_step(
     schedule: Schedule,
     layout: Layout,
     prices: StepPrices,

@@ -50,7 +50,7 @@ class MatrixProduct:
         bare: its matrix is a parameter of a module that is not a linear layer (a router, stacked
             experts), to which no adapter is added.
         frozen: its matrix is not trained, and backward leaves out the matrix's gradient.
-        beside: it runs alongside another matmul (LoRA), whose communication is its own too; where
+        lora: it runs alongside another matmul (LoRA), whose communication is its own too; where
             `split` is `outside` it sees all tokens, also under sequence parallelism.
         ends: it is done after the last tensor that its block saves for backward: a block that is
             run again stops before it is, and what it would sum over ranks is not summed again.
@@ -65,7 +65,7 @@ class MatrixProduct:
     input: str = ""
     bare: bool = False
     frozen: bool = False
-    beside: bool = False
+    lora: bool = False
     ends: bool = False
 
 

@@ -74,7 +74,7 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weighed:
+class ConsideredServer:
     """A layout that was considered. Rates and seconds are of all its replicas together.
 
     Attributes:
@@ -106,7 +106,7 @@ class ServingForecast:
         memory: for each rank of a replica, bytes: `weights`, `step`, `cache`, `total`.
         cache_bytes: of one token on the peak rank. cache_tokens: that a replica holds.
         capacity: bytes that a rank may hold; 0 if unknown.
-        alternatives: what else was weighed, best first.
+        alternatives: what else was considered, best first.
         cluster: what it is for. measured: when that was probed, and how; empty: it was not, and the
             catalogue's constants stand for it. notes: what was assumed.
     """
@@ -127,7 +127,7 @@ class ServingForecast:
     cache_bytes: int = 0
     cache_tokens: int = 0
     capacity: int = 0
-    alternatives: tuple[Weighed, ...] = ()
+    alternatives: tuple[ConsideredServer, ...] = ()
     cluster: str = ""
     measured: str = ""
     notes: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ class ServingForecast:
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`. Raises RunFolderError for what is no such forecast."""
         rows = {"decode": Decode, "prefill": Prefill, "loads": ServiceLoad, "needs": Need}
-        return _read(cls, text, {**rows, "alternatives": Weighed}, ("memory", "notes"))
+        return _read(cls, text, {**rows, "alternatives": ConsideredServer}, ("memory", "notes"))
 
 
 @dataclasses.dataclass(frozen=True)

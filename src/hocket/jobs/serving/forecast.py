@@ -3,7 +3,7 @@
     CPU cores    the model's traced shape x what `hocket probe` measured here
     GPUs         the service planner's constants, for this machine's GPUs or a --cluster
 
-Nothing that cannot be foretold keeps a server from starting: forecast.json then says why.
+No prediction that fails keeps a server from starting: forecast.json then says why.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ def settle_layout(
     """
     forecast_policy.reject_cluster(server.request.cluster, server.request.options)
     if server.request.options.emulate_links is not None:
-        server = _felt(server, launcher)
+        server = _with_scaled_links(server, launcher)
     if server.request.auto:
-        server, told = _chosen(server, launcher, record)
+        server, predicted = _chosen(server, launcher, record)
     else:
-        told = _predicted(server, launcher)
-    wanted = server.options.cache_memory
-    assert server.options.max_model_len is not None
-    if told.known and wanted is not None and told.cache_tokens < server.options.max_model_len:
-        least = told.cache_bytes * server.options.max_model_len
+        predicted = _predicted(server, launcher)
+    wanted, longest = server.options.cache_memory, server.options.max_model_len
+    assert longest is not None
+    if predicted.known and wanted is not None and predicted.cache_tokens < longest:
+        least = predicted.cache_bytes * longest
         raise OptionError(
-            f"a cache of {wanted} a rank holds {told.cache_tokens} tokens "
-            f"({format_bytes(told.cache_bytes)} each); one request may have "
+            f"a cache of {wanted} a rank holds {predicted.cache_tokens} tokens "
+            f"({format_bytes(predicted.cache_bytes)} each); one request may have "
             f"{server.options.max_model_len}",
             hint=f"--cache-memory {format_bytes(least).replace(' ', '')}, or "
-            f"--max-model-len {max(2, told.cache_tokens)}",
+            f"--max-model-len {max(2, predicted.cache_tokens)}",
         )
-    if told.known and server.request.cluster in (forecast_policy.AUTO, forecast_policy.NONE):
-        _require_room(server, told)
-    return server, told
+    if predicted.known and server.request.cluster in (forecast_policy.AUTO, forecast_policy.NONE):
+        _require_room(server, predicted)
+    return server, predicted
 
 
-def _require_room(server: PreparedServer, told: ServingForecast) -> None:
+def _require_room(server: PreparedServer, predicted: ServingForecast) -> None:
     """Refuse what is larger than this machine.
 
     Raises:
         OptionError: weights, a step and the cache that was asked for are more than a rank's part of
             the machine's memory.
     """
-    fullest = max(told.memory, key=lambda row: row["total"])
-    if not told.capacity or fullest["total"] <= told.capacity:
+    peak = max(predicted.memory, key=lambda row: row["total"])
+    if not predicted.capacity or peak["total"] <= predicted.capacity:
         return
     options, ranks = server.options, server.layout.world_size
-    left = told.capacity - fullest["weights"] - fullest["step"]
-    each = max(1, fullest["cache"] // max(1, told.cache_tokens))
+    left = predicted.capacity - peak["weights"] - peak["step"]
+    each = max(1, peak["cache"] // max(1, predicted.cache_tokens))
     block_size = options.block_size or BLOCK_SIZE
     blocks = left // (each * block_size)
     assert options.max_model_len is not None
@@ -86,15 +86,15 @@ def _require_room(server: PreparedServer, told: ServingForecast) -> None:
         size = f"--cache-memory {left // 10**6}MB" if left >= 10**6 else f"--cache-memory {left}B"
         hint = size if options.num_blocks is None else f"--num-blocks {blocks}"
     raise OptionError(
-        f"the peak rank needs {format_bytes(fullest['total'])}: "
-        f"{format_bytes(fullest['weights'])} weights, {format_bytes(fullest['step'])} for a step, "
-        f"{format_bytes(fullest['cache'])} cache; each of {ranks} rank{'s' if ranks > 1 else ''} "
-        f"may use {format_bytes(told.capacity)} of this machine",
+        f"the peak rank needs {format_bytes(peak['total'])}: "
+        f"{format_bytes(peak['weights'])} weights, {format_bytes(peak['step'])} for a step, "
+        f"{format_bytes(peak['cache'])} cache; each of {ranks} rank{'s' if ranks > 1 else ''} "
+        f"may use {format_bytes(predicted.capacity)} of this machine",
         hint=hint,
     )
 
 
-def bill(server: PreparedServer, told: ServingForecast) -> list[str]:
+def bill(server: PreparedServer, predicted: ServingForecast) -> list[str]:
     """What the server takes and is expected to give, in sentences."""
     layout, options = server.layout, server.options
     count = num_replicas(layout)
@@ -106,28 +106,28 @@ def bill(server: PreparedServer, told: ServingForecast) -> list[str]:
         f"{options.max_num_batched_tokens} tokens, {options.max_num_seqs} requests at once, "
         f"{options.max_model_len} tokens each"
     ]
-    if not told.known:
+    if not predicted.known:
         assert server.source.weights is not None
         size = sum(f.stat().st_size for f in server.source.weights.glob("*.safetensors"))
         lines.append(f"memory: {format_bytes(size)} of weights as they are stored")
-        lines.append(f"no prediction: {told.why}")
+        lines.append(f"no prediction: {predicted.why}")
         return lines
-    fullest = max(told.memory, key=lambda row: row["total"])
-    of = f" of {format_bytes(told.capacity)}" if told.capacity else ""
+    peak = max(predicted.memory, key=lambda row: row["total"])
+    of = f" of {format_bytes(predicted.capacity)}" if predicted.capacity else ""
     lines.append(
-        f"peak memory per rank: {format_bytes(fullest['weights'])} weights, "
-        f"{format_bytes(fullest['step'])} for a step, {format_bytes(fullest['cache'])} cache "
-        f"({format_count(told.cache_tokens)} tokens a replica), "
-        f"{format_bytes(fullest['total'])} in all{of}"
+        f"peak memory per rank: {format_bytes(peak['weights'])} weights, "
+        f"{format_bytes(peak['step'])} for a step, {format_bytes(peak['cache'])} cache "
+        f"({format_count(predicted.cache_tokens)} tokens a replica), "
+        f"{format_bytes(peak['total'])} in all{of}"
     )
-    alone = next((one.seconds for one in told.decode if one.batch == 1), None)
-    first = next((o.seconds for o in told.prefill if o.tokens == told.prompt_len), None)
+    alone = next((one.seconds for one in predicted.decode if one.batch == 1), None)
+    first = next((o.seconds for o in predicted.prefill if o.tokens == predicted.prompt_len), None)
     if alone is not None and first is not None:
         lines.append(
-            f"predicted: prefill of a {told.prompt_len}-token prompt in "
+            f"predicted: prefill of a {predicted.prompt_len}-token prompt in "
             f"{format_seconds(first)}, then "
             f"a token in {format_seconds(alone)}; up to "
-            f"{told.tokens_per_second * layout.dp:,.0f} tokens/s with many requests"
+            f"{predicted.tokens_per_second * layout.dp:,.0f} tokens/s with many requests"
         )
     return lines
 
@@ -153,7 +153,7 @@ def _predicted(server: PreparedServer, launcher: Launcher) -> ServingForecast:
         mine = planning.server_forecast(servers, server.layout, sizes)
         layouts = {str(one): one for one in [server.layout, *_legal(server, others)]}
         rows = [one for _, one in planning.evaluate_servers(servers, sizes, layouts.values())]
-        return planning.with_considered_servers(
+        return planning.with_servers(
             mine, [one for one in rows if one.layout == mine.layout or one in rows[:TOP]]
         )
     except HocketError as error:
@@ -266,19 +266,19 @@ def _chosen(
     return dataclasses.replace(server, layout=layout), best
 
 
-def server_reasons(told: ServingForecast) -> list[str]:
+def server_reasons(predicted: ServingForecast) -> list[str]:
     """What was chosen among what, and why, in sentences."""
-    mine = next(one for one in told.alternatives if one.chosen)
+    mine = next(one for one in predicted.alternatives if one.chosen)
     lines = [
         f"layout {mine.layout}: up to {mine.tokens_per_second:,.0f} tokens/s; alone a request of "
-        f"{told.prompt_len} tokens begins after {format_seconds(mine.ttft)} and continues with "
-        f"{format_seconds(mine.tpot)} a token"
+        f"{predicted.prompt_len} tokens begins after {format_seconds(mine.ttft)} and continues "
+        f"with {format_seconds(mine.tpot)} a token"
     ]
-    others = [one for one in told.alternatives if one.fits and not one.chosen]
+    others = [one for one in predicted.alternatives if one.fits and not one.chosen]
     if others:
         near = others[0]
         lines.append(
-            f"of {len(told.alternatives)} layouts the next is {near.layout}: "
+            f"of {len(predicted.alternatives)} layouts the next is {near.layout}: "
             f"{near.tokens_per_second:,.0f} tokens/s"
         )
         quick = min((mine, *others), key=lambda one: one.tpot)
@@ -290,7 +290,7 @@ def server_reasons(told: ServingForecast) -> list[str]:
     return lines
 
 
-def _felt(server: PreparedServer, launcher: Launcher) -> PreparedServer:
+def _with_scaled_links(server: PreparedServer, launcher: Launcher) -> PreparedServer:
     """The server with its links as slow as this machine's ranks make them feel."""
     links.checked_links(server.request.options, server.layout)
     spec = links.settled(launcher, server.spec(replica=True))
@@ -302,7 +302,7 @@ def _felt(server: PreparedServer, launcher: Launcher) -> PreparedServer:
 
 
 def load_curve(
-    told: ServingForecast | None, measured: ServingMeasured, sizes: dict[str, Any]
+    predicted: ServingForecast | None, measured: ServingMeasured, sizes: dict[str, Any]
 ) -> tuple[tuple[ServiceLoad, ...], tuple[Need, ...]]:
     """One replica under load and the replicas for a load, from the steps that were measured.
 
@@ -321,13 +321,13 @@ def load_curve(
         return (), ()
     longest = int(sizes["max_model_len"])
     service = usual(longest)
-    if told is not None and told.known:
+    if predicted is not None and predicted.known:
         service = Service(
-            prompt_len=told.prompt_len,
-            output_len=told.output_len,
-            ttft_ms=told.ttft_ms,
-            tpot_ms=told.tpot_ms,
-            percentile=told.percentile,
+            prompt_len=predicted.prompt_len,
+            output_len=predicted.output_len,
+            ttft_ms=predicted.ttft_ms,
+            tpot_ms=predicted.tpot_ms,
+            percentile=predicted.percentile,
         )
     engine = EngineSizes(
         batch_tokens=int(sizes["max_num_batched_tokens"]),
