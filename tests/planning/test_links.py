@@ -9,7 +9,7 @@ import pytest
 from hocket.catalogue import shapes
 from hocket.catalogue.hardware import cluster
 from hocket.planning.links import AxisLinks, alternative, axis_links, cluster_links
-from hocket.planning.placement import best_order, orders, placed_forecast, priced
+from hocket.planning.placement import best_order, estimated_orders, orders, placed_forecast
 from hocket.planning.plan import plan_one
 from hocket.planning.pool import pool
 from hocket.planning.problem import Problem
@@ -86,7 +86,7 @@ def test_the_order_decides_what_crosses_the_network() -> None:
     assert crossing["dp"].startswith("NVLink")
     assert best_order(asked, wrong).order[0] == "tp"
     assert best_order(asked, layout) == layout
-    (best, order), *_, (worst, _) = priced(asked, wrong)
+    (best, order), *_, (worst, _) = estimated_orders(asked, wrong)
     assert order[0] == "tp"
     assert worst > 2 * best
 
