@@ -142,7 +142,7 @@ def test_the_layout_that_is_chosen_is_the_plans_first() -> None:
     (mine,) = [one for one in found.alternatives if one.chosen]
     assert found.alternatives[0] == mine
     assert mine.memory == max(found.peak_bytes)
-    assert len(found.alternatives) == forecast_policy.WEIGHED
+    assert len(found.alternatives) == forecast_policy.CONSIDERED
 
 
 def test_what_is_given_is_kept() -> None:
