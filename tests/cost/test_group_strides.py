@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from hocket.cost.group_strides import stride
+from hocket.cost.group_strides import group_size, stride
 from hocket.cost.layout_batch import layout_columns
 from hocket.cost.state import state_groups
 from hocket.planning.links import members
@@ -14,7 +14,9 @@ from hocket.spec.errors import LayoutError
 from hocket.spec.layout import Layout
 from hocket.spec.process_groups import named_groups
 
-AXES = ("tp", "cp", "dp", "pp", "embedding", "expert", "expert_data")
+AXES = (
+    "tp", "cp", "dp", "pp", "embedding", "expert", "expert_data", "data", "shard", "replicas",
+)  # fmt: skip
 
 
 def layouts() -> Iterator[Layout]:
@@ -37,7 +39,7 @@ def layouts() -> Iterator[Layout]:
             continue
 
 
-def test_strides_are_those_of_the_groups() -> None:
+def test_strides_and_sizes_are_those_of_the_groups() -> None:
     seen = dict.fromkeys(AXES, 0)
     for layout in layouts():
         at = layout_columns([layout], 4 * layout.dp)
@@ -50,6 +52,7 @@ def test_strides_are_those_of_the_groups() -> None:
             for row in named_groups(layout, axis, tie=tie):
                 apart = {after - before for before, after in itertools.pairwise(row)}
                 assert apart == {stride(axis, at)[0]}, (str(layout), axis, row)
+                assert len(row) == group_size(axis, at)[0], (str(layout), axis, row)
                 seen[axis] += 1
     assert all(seen.values()), seen
 

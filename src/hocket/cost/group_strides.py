@@ -1,4 +1,4 @@
-"""GroupStrides: ranks between neighbours of a group, for many layouts at once.
+"""GroupStrides: ranks of a group and ranks between its neighbours, for many layouts at once.
 
 `spec.process_groups` lists the groups of one layout rank by rank. In the default order (tp fastest,
 then cp, dp, pp) the ranks of each group are equally far apart, and the distance is a product of
@@ -11,7 +11,10 @@ degrees:
     pp           tp cp dp           pp
     embedding    tp cp dp (pp - 1)  2
     expert       etp                ep
-    expert_data  etp ep             those that store the same experts
+    expert_data  etp ep             dp cp tp / (etp ep)
+    data         tp                 dp cp
+    shard        tp                 (data ranks that share one ZeRO state) cp
+    replicas     tp cp shard        dp / shard
 
 A test compares each with the groups of random layouts. Other orders: `planning.placement`.
 """
@@ -39,8 +42,25 @@ def stride(axis: str, at: Layouts) -> Floats:
     stage = at.tp * at.cp * at.dp
     strides: dict[str, Floats] = {
         "cp": at.tp, "dp": at.tp * at.cp, "pp": stage, "embedding": stage * (at.pp - 1),
+        "data": at.tp, "shard": at.tp, "replicas": at.tp * group_size("shard", at),
     }  # fmt: skip
     return strides[axis]
+
+
+def group_size(axis: str, at: Layouts) -> Floats:
+    """Ranks of each group of an axis, [r]; 1 where the layout has no such group.
+
+    Raises:
+        KeyError: the table above does not have the axis.
+    """
+    shard = np.minimum(at.shard, at.dp)
+    sizes: dict[str, Floats] = {
+        "tp": at.tp, "cp": at.cp, "dp": at.dp, "pp": at.pp, "expert": at.ep,
+        "embedding": np.minimum(at.pp, 2.0), "data": at.dp * at.cp, "shard": shard * at.cp,
+        "replicas": at.dp / shard,
+        "expert_data": np.rint(at.dp * at.cp * at.tp / (expert_tp(at) * at.ep)),
+    }  # fmt: skip
+    return sizes[axis]
 
 
 def expert_tp(at: Layouts) -> Floats:

@@ -4,7 +4,8 @@
     experts    only dp x cp x tp / (etp x ep) of them do: the expert data parallel group
                (Megatron-Core's edp), since expert ranks hold different experts
 
-ZeRO divides state over ranks that would otherwise hold copies of it, and over no others. Sharded
+The groups are those of `spec.process_groups`, their sizes those of `cost.group_strides`. ZeRO
+divides state over ranks that would otherwise hold copies of it, and over no others. Sharded
 over `shard` of dp ranks (HSDP), dense state is stored on shard x cp ranks, and that of experts on
 those of them that hold the same experts.
 
@@ -18,7 +19,7 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.constants import Constants
-from hocket.cost.group_strides import expert_tp, stride
+from hocket.cost.group_strides import expert_tp, group_size, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import BlockTerms, Floats
 
@@ -89,11 +90,10 @@ def _divided(block: BlockTerms, which: str, at: Layouts) -> Parameters:
 
 def state_groups(at: Layouts) -> tuple[StateSharing, StateSharing]:
     """Who holds the same dense parameters, and who the same experts."""
-    shard = np.minimum(at.shard, at.dp)
-    dense = StateSharing(ranks=shard * at.cp, stride=stride("cp", at), copies=at.dp / shard)
-    each = expert_tp(at)
-    holders = np.rint(at.dp * at.cp * at.tp / (each * at.ep))
-    near = np.maximum(np.floor(shard * at.cp * at.tp / (each * at.ep)), 1.0)
+    shard, holders = group_size("shard", at), group_size("expert_data", at)
+    dense = StateSharing(ranks=shard, stride=stride("shard", at), copies=group_size("replicas", at))
+    # Experts: the ranks of `expert_data` that are data ranks of one `shard` group.
+    near = np.maximum(np.floor(shard * holders / group_size("data", at)), 1.0)
     ranks = np.gcd(near.astype(np.int64), holders.astype(np.int64)).astype(np.float64)
     expert = StateSharing(ranks=ranks, stride=stride("expert_data", at), copies=holders / ranks)
     return dense, expert
