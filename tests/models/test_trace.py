@@ -7,10 +7,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hocket.catalogue import models as catalogue  # noqa: E402
+from hocket.cost.layout_batch import layout_columns  # noqa: E402
+from hocket.cost.local import tensor_elements  # noqa: E402
+from hocket.cost.state import local_parameters  # noqa: E402
+from hocket.cost.terms import terms  # noqa: E402
 from hocket.models import skeleton  # noqa: E402
+from hocket.models.plans import plan_for  # noqa: E402
 from hocket.models.trace import record, trace  # noqa: E402
-from hocket.spec.errors import ModelError  # noqa: E402
+from hocket.planning.layouts import tensor_degrees  # noqa: E402
+from hocket.spec.errors import LayoutError, ModelError  # noqa: E402
+from hocket.spec.layout import Layout  # noqa: E402
 from hocket.spec.model_shape import SPLITS, VIEWS, ModelShape  # noqa: E402
+from hocket.spec.plan import matches  # noqa: E402
 from tests.families import FAMILIES, LLAMA  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
@@ -218,6 +226,65 @@ def test_families_that_are_built_otherwise_at_real_size(name):
         # Six operations for each parameter that a token meets, at the least.
         met = sum(p.n * p.k * p.count for p in block.products)
         assert 0 < met <= block.num_parameters
+
+
+FUSED = {
+    "falcon of one key/value head": {
+        "model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128,
+        "num_attention_heads": 8, "multi_query": True, "new_decoder_architecture": False,
+        "bias": True,
+    },
+    "falcon of groups": {
+        "model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128,
+        "num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True,
+    },
+    "gpt_bigcode": {
+        "model_type": "gpt_bigcode", "n_embd": 64, "n_layer": 2, "n_head": 8, "vocab_size": 128,
+        "n_positions": 64, "multi_query": True,
+    },
+    "phi3": FAMILIES["phi3"],
+    "bloom": FAMILIES["bloom"],
+    "llama": LLAMA,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_weight_is_divided_as_the_runtime_holds_it(kind):
+    """Fused queries, keys and values too: which degrees are legal, and each rank's elements, by
+    the trace, by the terms that the planner sums, and by the placements of the runtime's plan."""
+    shape = trace(FUSED[kind])
+    model = skeleton.build_skeleton(FUSED[kind])
+    plan = plan_for(model)
+    legal = tensor_degrees(shape)
+    assert {1, 2} <= set(legal)
+    assert (4 in legal) == (kind != "falcon of groups")
+    layers = f"{plan.stages.layers}.0."
+    names = [(n, p) for n, p in model.named_parameters() if n.startswith(layers)]
+    block = next(iter(terms(shape).kinds))[1]
+    for tp in (1, 2, 4, 8):
+        try:
+            held = {
+                name.removeprefix(layers): _held_by(plan.tensor, name, parameter, tp)
+                for name, parameter in names
+            }
+        except LayoutError:
+            assert tp not in legal
+            continue
+        assert tp in legal or shape.heads % tp
+        traced = {w.name: tensor_elements(w, tp) for w in shape.blocks[shape.layers[0]].weights}
+        assert traced == held
+        at = layout_columns([Layout(tp=tp)], 1)
+        assert local_parameters(block, at).total[0] == sum(held.values())
+
+
+def _held_by(plan, name, parameter, tp):
+    """Elements of a parameter on the rank with the most."""
+    module, _, own = name.rpartition(".")
+    split = next((s for pattern, s in plan.splits.items() if matches(pattern, module)), None)
+    if split is None:
+        return parameter.numel()
+    places = [split.place(name, own, tuple(parameter.shape), i, tp) for i in range(tp)]
+    return max(math.prod(place.local_shape) for place in places)
 
 
 def test_scores_with_an_attention_sink_are_not_saved_per_token():

@@ -94,6 +94,26 @@ def test_table_4_of_llama_3(
     assert found.mfu.median * 989 == pytest.approx(teraflops, rel=0.13)
 
 
+def test_deepseek_v3_fits_as_published() -> None:
+    """DeepSeek-AI 2024, sections 3.1 to 3.3: 2,048 H800, pp 16, ep 64, ZeRO-1, inputs of products
+    saved in 8 bits, norms and up-projections recomputed, experts that are evenly loaded. One
+    expert rank with half as many tokens again would not fit."""
+    problem = Problem(
+        shape=shapes.shape("deepseek-v3"), cluster=hardware.cluster("256x8xH800-SXM"),
+        seq_len=4096, global_batch=15360, precision="fp8", expert_imbalance=1.0,
+        stack="megatron-core",
+    )  # fmt: skip
+    cut = "-".join(["4"] * 13 + ["3"] * 3)
+    layout = Layout.parse(
+        f"dp128.pp16.ep64:microbatches=120,zero=1,recompute=modules,pipeline_split={cut}"
+    )
+    (even,) = plan_one(problem, layout).layouts
+    assert even.fits
+    (plain,) = plan_one(dataclasses.replace(problem, precision="bf16"), layout).layouts
+    assert plain.memory_by_kind["activations"] > 1.2 * even.memory_by_kind["activations"]
+    assert not plan_one(dataclasses.replace(problem, expert_imbalance=1.5), layout).best.fits
+
+
 def test_light_ends_are_among_the_layouts() -> None:
     pins = {"dp": 128, "pp": 16, "tp": 8, "virtual_stages": 8, "microbatches": 16}
     found = LLAMA_405B.legal(16384, pins={**pins, "schedule": "interleaved", "zero": 1})

@@ -339,18 +339,17 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
     """The degrees of tensor parallelism that divide a model."""
-    counts = [
-        units
+    weights = [
+        weight
         for block in shape.blocks.values()
         for weight in block.weights
-        for _, units in weight.segments
-        if weight.split in ("column", "row", "inside") and units > 1
+        if weight.split in ("column", "row", "inside")
     ]
     return [
         tp
         for tp in divisors(shape.heads)
         if legality.attention(shape.heads, shape.kv_heads, tp)
-        and all(legality.copied_units(count, tp) for count in counts)
+        and all(weight.divides(tp) for weight in weights)
         and legality.rows(shape.vocab, tp)
     ]
 

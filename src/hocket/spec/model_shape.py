@@ -34,6 +34,8 @@ import dataclasses
 import itertools
 from typing import Any
 
+from hocket.spec import legality
+
 SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
 VIEWS = ("fused", "core", "eager", "both", "shared")
 
@@ -129,6 +131,8 @@ class Weight:
     What is `frozen` has neither gradient nor optimizer state. `stored`: its bytes, as a fraction of
     those in the model's precision (a quantized base). `copied_elements`: of a fused matrix (query,
     key and value in one), those in `copied_units` units (key/value heads), not in `units`.
+    `copyable`: several ranks may hold one of its `units` where there are fewer than ranks:
+    key/value heads, not query heads, nor Falcon's groups of query heads with their key/value head.
     """
 
     name: str
@@ -139,6 +143,7 @@ class Weight:
     stored: float = 1.0
     copied_elements: int = 0
     copied_units: int = 1
+    copyable: bool = True
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -146,6 +151,12 @@ class Weight:
         whole = (self.elements - self.copied_elements, max(1, self.units))
         copied = (self.copied_elements, max(1, self.copied_units))
         return (whole, copied) if self.copied_elements else (whole,)
+
+    def divides(self, tp: int) -> bool:
+        """Whether `tp` ranks can share it."""
+        fits = legality.copied_units if self.copyable else legality.units
+        own = self.units <= 1 or fits(self.units, tp)
+        return own and legality.copied_units(max(1, self.copied_units), tp)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

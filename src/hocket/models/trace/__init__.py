@@ -214,6 +214,8 @@ def _weights(
         key: {op.weight for op in (*part.forward, *part.backward)}
         for key, part in done.parts.items()
     }
+    # By module: an operation that reads a norm's weight and bias names only one of the two.
+    first = {name.rpartition(".")[0] for name in used["embedding"] if name}
     order = list(done.model.named_parameters())
     for full, parameter in order:
         module, _, own = full.rpartition(".")
@@ -223,7 +225,7 @@ def _weights(
                 continue
             name = ".".join(full.split(".")[depth + 1 :])
         else:
-            key = "embedding" if full in used["embedding"] else "head"
+            key = "embedding" if module in first else "head"
             name = full
         split = _split_of(plan, module)
         style, units = "outside", _Units()
@@ -243,6 +245,7 @@ def _weights(
             units=units.most,
             copied_elements=units.copied_elements,
             copied_units=units.copied,
+            copyable=units.copyable,
         )
         parts[key].append(weight)
         if key == "embedding" and full in used["head"]:
@@ -256,6 +259,7 @@ class _Units(NamedTuple):
     most: int = 1
     copied_elements: int = 0
     copied: int = 1
+    copyable: bool = True
 
 
 def _units(segments: Sequence[WeightSegment], numel: int) -> _Units:
@@ -264,12 +268,14 @@ def _units(segments: Sequence[WeightSegment], numel: int) -> _Units:
     others = [s for s in segments if not s.copies]
     fewest = min((s.units for s in heads), default=1)
     if not others or not heads:
-        return _Units(most=min((s.units for s in segments), default=1))
+        most = min((s.units for s in segments), default=1)
+        return _Units(most=most, copyable=bool(heads) or most == 1)
     rows = sum(s.rows for s in segments)
     return _Units(
         most=min(s.units for s in others),
         copied_elements=numel // rows * sum(s.rows for s in heads),
         copied=fewest,
+        copyable=False,
     )
 
 
