@@ -18,7 +18,7 @@ from hocket.planning.layouts import layout_at
 from hocket.planning.plan import plan_one
 from hocket.planning.problem import Problem
 from hocket.planning.reading import file, sections, servers, words
-from hocket.planning.reading.configuration import LARGEST_FILE
+from hocket.planning.reading.configuration import LARGEST_FILE, whole_number
 from hocket.planning.reading.megatron import megatron_layers
 from hocket.planning.reading.tools import READERS
 from hocket.planning.service.emit import SERVERS, Deployment, server_command
@@ -300,6 +300,17 @@ def test_what_no_layout_has_is_rejected_by_name() -> None:
     ):  # fmt: skip
         with pytest.raises(OptionError, match=why):
             READERS[tool](text)
+
+
+@pytest.mark.parametrize(
+    "value", ["\x1d096", "²", "--5", "5\n", "٣", "", " ", "1" * 30, "0", True, 2.0]
+)
+def test_what_is_no_whole_number_is_rejected(value: object) -> None:
+    """Python's `isdigit` and `int` differ on superscripts and separators."""
+    with pytest.raises(OptionError, match="must be a whole number"):
+        whole_number(value, "key")
+    assert whole_number(" 096 ", "key") == 96
+    assert whole_number("-1", "key", least=-1) == -1
 
 
 def test_megatrons_layouts() -> None:

@@ -122,7 +122,7 @@ def test_a_pinned_axis_stays() -> None:
     assert (found.candidate.tp, found.candidate.pp, found.candidate.chunk) == (4, 1, 512)
     three = search_deployments(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "dp": 3})
     assert [one.replicas for one in three] == [3]
-    for bad in ("tpp=4", "tp=0", "tp", "tp=x"):
+    for bad in ("tpp=4", "tp=0", "tp", "tp=x", "tp=²", "tp=\x1d4"):
         with pytest.raises(OptionError):
             service_pins([bad])
 

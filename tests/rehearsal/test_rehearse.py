@@ -442,7 +442,7 @@ def test_parameters_that_ignore_the_default_dtype_are_trained(
     assert rehearse_job(of("dp1", model=str(tmp_path)), workers=workers).report.ends
 
 
-@pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5"])
+@pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5", "²"])
 def test_an_unknown_rank_is_rejected(rank: str) -> None:
     with pytest.raises(OptionError, match=r"0 \.\. 7"):
         representatives(of(LAYOUT), rank)

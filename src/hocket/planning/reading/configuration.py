@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -90,7 +91,7 @@ class ToolConfiguration:
 
 def whole_number(value: object, key: str, *, least: int = 1) -> int:
     """A whole number of a file. Raises OptionError for anything else, or too large a one."""
-    if isinstance(value, str) and value.strip().lstrip("-").isdigit() and len(value) < 20:
+    if isinstance(value, str) and re.fullmatch(r" *-?[0-9]{1,18} *", value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 10**12:
         raise OptionError(f"{key} is {str(value)[:60]!r}; it must be a whole number")

@@ -182,7 +182,7 @@ def _megatron(tool: str, found: dict[str, Any], spelled: dict[str, str]) -> Tool
     seq = number("--seq-length")
     world = 1
     for names in (("--nproc_per_node", "--nproc-per-node"), ("--nnodes",)):
-        size = next((n for n in names if has(n) and str(found[n]).isdigit()), None)
+        size = next((n for n in names if has(n) and str(found[n]).isdecimal()), None)
         world = world * degree(found[size], size) if size and world else 0
     used |= {
         "--overlap-grad-reduce", "--overlap-param-gather", "--ckpt-format", "--attention-backend",

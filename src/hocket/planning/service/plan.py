@@ -141,7 +141,7 @@ def service_pins(texts: Sequence[str]) -> dict[str, int]:
         if key not in PINS:
             message, hint = unknown("axis", key, PINS)
             raise OptionError(f"--pin: {message}", hint=hint)
-        if not equals or not value.strip().isdigit() or int(value) < 1:
+        if not equals or not value.strip(" ").isdecimal() or int(value) < 1:
             raise OptionError(
                 f"--pin {text!r}: {key} is a whole number of at least 1", hint=f"--pin {key}=8"
             )
