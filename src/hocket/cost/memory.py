@@ -168,7 +168,8 @@ def _saved(
     outside = outside + more * block.saved_routed_outside
     plain = width * (inside / at.tp + outside / split + block.saved_whole)
     flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
-    scores = np.where(flash, 0.0, block.saved_square * seq_len / at.tp)
+    square = np.where(flash, block.saved_square_own, block.saved_square)
+    scores = square * seq_len / at.tp
     core = width * (block.saved_core / at.tp + scores)
     inputs = constants.element_bytes * model.hidden / split
     whole = plain + core

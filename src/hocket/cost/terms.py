@@ -79,6 +79,8 @@ class BlockTerms:
             `expert_outputs`, which only the gradient of the routing weights needs, are apart.
             `inputs`: of `saved`, inputs of products that nothing else needs, less half of those
             that attention needs too: what is freed twice over where inputs are saved in 8 bits.
+        saved_square_own: scores that the model's own code saves where its attention is not a
+            flash kernel (gpt-oss, whose attention has sinks), times the sequence.
         saved_routed: of `saved`, rows of tokens on the ranks of their experts.
         saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
             up-projections) makes again.
@@ -107,6 +109,7 @@ class BlockTerms:
     saved_inputs_outside: Floats
     saved_core: Floats
     saved_square: Floats
+    saved_square_own: Floats
     saved_modules_inside: Floats
     saved_modules_outside: Floats
     saved_routed_inside: Floats
@@ -395,6 +398,9 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         saved_inputs_outside=_one(_inputs(block, outside=True)),
         saved_core=held("inside", core=True),
         saved_square=held("inside", core=True, square=True) + held("inside", square=True),
+        saved_square_own=_one(
+            sum(s.bytes for s in block.saved if s.square and s.view == "eager" and eager)
+        ),
         saved_modules_inside=_one(_of_modules(block, outside=False)),
         saved_modules_outside=_one(_of_modules(block, outside=True)),
         saved_routed_inside=_one(_routed(block, views, "inside")),
