@@ -19,6 +19,8 @@ HEAD = """\
 # The command line
 
 Written by `docs/reference/write_cli.py` from the commands' own help; do not edit.
+Here is what `hocket VERB --help all` prints. `hocket VERB --help` prints the most used flags and
+the topics of the others, `hocket VERB --help TOPIC` one topic, `hocket VERB --help FLAG` one flag.
 
 A flag, a key of a `--config` file and a keyword of the library's functions are the same word:
 `--global-batch 16`, `global_batch = 16` and `hocket.train(..., global_batch=16)`.
@@ -32,10 +34,10 @@ error is `{"error": {"message", "hint", "exit_code"}}`, and is printed as text o
 
 
 def help_of(*arguments: str) -> str:
-    """What `hocket ARGUMENTS --help` prints, 100 columns wide and without colours."""
+    """What `hocket ARGUMENTS` prints, 100 columns wide and without colours."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
-        [sys.executable, "-m", "hocket", *arguments, "--help"],
+        [sys.executable, "-m", "hocket", *arguments],
         capture_output=True,
         text=True,
         check=True,
@@ -50,8 +52,8 @@ def page() -> str:
 
     codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items())
     head = f"{HEAD}| code | meaning |\n|---|---|\n{codes}\n## hocket\n"
-    parts = [head, f"```\n{help_of()}\n```\n"]
-    parts += [f"## hocket {verb}\n\n```\n{help_of(verb)}\n```\n" for verb in VERBS]
+    parts = [head, f"```\n{help_of('--help')}\n```\n"]
+    parts += [f"## hocket {verb}\n\n```\n{help_of(verb, '--help', 'all')}\n```\n" for verb in VERBS]
     return "\n".join(parts)
 
 

@@ -26,7 +26,7 @@ def test_a_missing_extra_moves_its_verbs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_listed_as_working_is_not_rejected() -> None:
     for verb in capabilities.capability_lines()[0].removeprefix("works here: ").split(", "):
-        installed.require_extra(verb, [])
+        installed.require_extra(verb)
 
 
 def test_doctor_prints_it_first(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -60,13 +60,12 @@ def helps() -> dict[str, str]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_states_each_default_once(verb: str, helps: dict[str, str]) -> None:
-    text = re.sub(r"[\s│]+", " ", helps[verb])
+    text = re.sub(r"\s+", " ", helps[verb])
     for wrong in ("default: None", "default: False", "default: )", "default: '')", "{None}"):
         assert wrong not in text
     assert not re.search(r"\bNone:", text)
     assert not re.search(r"\(default: [^)]*\)\.? \(default:", text)
-    titles = re.findall(r"╭─ .*?╮\n│ (.*?) +│\n│ ─", helps[verb])
-    assert all(title[0].isupper() and not title.endswith(".") for title in titles)
+    assert "One of" not in text
 
 
 def test_choices_in_help_are_those_that_are_accepted() -> None:
@@ -129,6 +128,11 @@ def test_help_ends_with_commands_that_the_verb_reads(verb: str, helps: dict[str,
     ("typed", "hint"),
     [
         ("gpus", "hocket models --gpus"),
+        ("train tiny-lama --steps 3", "hint: hocket train tiny-llama --steps 3"),
+        ("plan m --objective tme", "hocket plan m --objective time"),
+        ("rehearse tiny-llama --gpu H1000", "hint: hocket rehearse tiny-llama --gpu H100"),
+        ("template kubernet m", "hint: hocket template kubernetes m"),
+        ("train m --lr abc", "hint: hocket train --help lr"),
         ("chat m", "hocket generate MODEL --chat"),
         ("trian m --steps 3", "hocket train m --steps 3"),
         ("config train m --lr 1e-4", "hocket config show train m --lr 1e-4"),

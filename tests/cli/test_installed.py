@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket.cli.installed import EXTRAS, NEEDS
-from hocket.cli.main import VERBS
+from hocket.cli.installed import EXTRAS, NEEDS, TRANSFORMERS
+from hocket.cli.main import VERBS, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +57,26 @@ def test_a_server_needs_more_than_training() -> None:
 
 def test_help_is_printed_all_the_same() -> None:
     assert "--global-batch" in run_without("torch,transformers", "train", "--help").stdout
+
+
+@pytest.mark.parametrize("version", ["5.22.4", "5.24.0", "6.1.dev0"])
+def test_a_transformers_that_is_not_supported_is_rejected(
+    version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    assert main(["rehearse", "tiny-llama"]) == 2
+    error = capsys.readouterr().err
+    assert f"transformers {version} is installed" in error
+    assert "hint: pip install 'transformers>=5.23,<5.24'" in error
+
+
+def test_the_range_of_transformers_is_that_of_the_package_and_holds_the_tested_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, beyond = TRANSFORMERS
+    for extra in ("train", "serve"):
+        assert f"transformers>={oldest},<{beyond}" in project["optional-dependencies"][extra]
+    tested = (ROOT / "constraints.txt").read_text().partition("transformers==")[2].split()[0]
+    assert tested.startswith(f"{oldest}.")
 
 
 def test_the_table_names_verbs_and_what_their_extras_install() -> None:

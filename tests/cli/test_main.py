@@ -186,8 +186,8 @@ def test_quiet_prints_results_only(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        (["--steps", "abc"], "--steps is 'abc'; it must be a whole number", "train --help"),
-        (["--lr=x"], "--lr is 'x'; it must be a number", "train --help"),
+        (["--steps", "abc"], "--steps is 'abc'; it must be a whole number", "train --help steps"),
+        (["--lr=x"], "--lr is 'x'; it must be a number", "train --help lr"),
         (["--steps"], "--steps has no value", "train m --steps INT"),
         (["--dtype", "bfloat17"], "unknown dtype 'bfloat17'", "train m --dtype bf16"),
         (["--steps", "--lr", "1"], "--steps has no value", "train m --lr 1 --steps INT"),

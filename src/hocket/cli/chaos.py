@@ -18,8 +18,8 @@ class Chaos:
     """Inject faults into training jobs on CPU ranks, and compare the end with an undisturbed run.
 
     For each fault: what detected it and after how many seconds, whether the rank at fault was
-    named, the seconds to recover and the steps lost. Exits 1 if a fault was not survived, or an
-    end is not equal bit for bit.
+    named, the seconds to recover and the steps lost. Exits 1 if a fault was not survived, or a
+    result differs in any bit.
 
     Attributes:
         model: Hugging Face directory, a name that `hocket models` lists, or ORG/NAME[@REVISION] on

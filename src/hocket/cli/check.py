@@ -53,10 +53,10 @@ class Check:
         lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
         lora_targets: linear layers that LoRA adapts (default: all but the output head).
         quantize_base: with --lora-rank, compare with a base in bitsandbytes' own 4-bit layers. One
-            of: nf4 (default: as --dtype).
+            of: nf4.
         attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses
-            (heads are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
+            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.

@@ -34,7 +34,7 @@ class Compare:
             the batch).
         sweep: print a curve over this axis instead of the tables. One of: microbatches, layers,
             devices.
-        input_work: milliseconds of Python to prepare each sequence, in a second timing; 0: none.
+        input_work: milliseconds of Python that prepare each sequence, in a second timing; 0: none.
         cluster: machine to predict for: auto (this machine, measured once), a file written by
             `hocket probe`, or none.
         emulate_links: links to emulate between CPU ranks, as in nvlink3 or pcie4@H100-SXM-80

@@ -241,8 +241,11 @@ def _yaml(text: str, path: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
         raise OptionError(
-            f"{path} cannot be read as YAML: {error}", hint="options by name: lr: 1.0e-4"
+            f"cannot be read as YAML: {getattr(error, 'problem', error)}{where}",
+            hint="options by name: lr: 1.0e-4",
         ) from None
     if data is None:
         return {}

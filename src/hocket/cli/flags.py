@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from hocket.cli import examples
 from hocket.cli.help import REGISTRY
 from hocket.spec.errors import OptionError
 
@@ -122,15 +121,10 @@ def parse_flags(kind: type[Kind], verb: str, arguments: Sequence[str], default: 
     Where a flag takes several values, what it is given at each place is taken together.
     """
     args = _together(arguments, _lists(kind))
-    try:
-        found, beyond = tyro.cli(
-            kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG,
-            registry=REGISTRY, return_unknown_args=True,
-        )  # fmt: skip
-    except SystemExit as end:
-        if not end.code:  # help was printed
-            print(examples.lines(verb), end="")
-        raise
+    found, beyond = tyro.cli(
+        kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG,
+        registry=REGISTRY, return_unknown_args=True, add_help=False,
+    )  # fmt: skip
     if beyond:
         raise OptionError(
             f"unexpected argument {beyond[0]!r} of hocket {verb}", hint=f"hocket {verb} --help"

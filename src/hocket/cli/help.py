@@ -1,4 +1,4 @@
-"""The form of a flag in help: its text, its choices and its default, from the docstring."""
+"""The text of a flag in help, its choices and its default, from docstrings; how tyro reads it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import dataclasses
 import inspect
 import re
 import typing
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from tyro.constructors import (
     ConstructorRegistry,
     StructConstructorSpec,
@@ -17,7 +16,7 @@ from tyro.constructors import (
 )
 
 REGISTRY = ConstructorRegistry()
-"""How the flags of a verb are read: as tyro reads a dataclass, with `flag`'s help."""
+"""How the flags of a verb are read: as tyro reads a dataclass; `help_page` prints their help."""
 
 _CHOICES = re.compile(r" ?One of: ([\w., -]+)\.$")
 
@@ -55,23 +54,9 @@ def _dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
     kind = info.type
     if not dataclasses.is_dataclass(kind):
         return None
-    texts = attributes(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
-    fields = []
-    for field in dataclasses.fields(kind):
-        default = getattr(info.default, field.name)
-        hint: Any = hints[field.name]
-        if not dataclasses.is_dataclass(default):
-            text, choices = flag(texts[field.name], default, default == field.default)
-            metavar = f"{{{','.join(choices)}}}" if choices else _metavar(hint)
-            form = tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint="")
-            hint = Annotated[hint, form]
-        fields.append(StructFieldSpec(field.name, hint, default, texts[field.name]))
+    fields = (
+        StructFieldSpec(field.name, hints[field.name], getattr(info.default, field.name), "")
+        for field in dataclasses.fields(kind)
+    )
     return StructConstructorSpec(instantiate=kind, fields=tuple(fields))
-
-
-def _metavar(hint: Any) -> str | None:
-    """The name of the type of an optional value; None: tyro's own."""
-    found = [one for one in typing.get_args(hint) if one is not type(None)]
-    optional = type(None) in typing.get_args(hint)
-    return found[0].__name__.upper() if optional and len(found) == 1 else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+import re
 
 from hocket.spec.errors import OptionError
 
@@ -39,14 +40,19 @@ NEEDS = {
 """The extra of each verb; verbs that are not listed run from the base install."""
 
 
-def require_extra(verb: str, arguments: Sequence[str]) -> None:
-    """Reject a verb whose extra is not installed; its help is printed all the same.
+TRANSFORMERS = ("5.23", "5.24")
+"""The first version of transformers that is supported, and the first that is not: functions of its
+attention are replaced by name, and a release that renames one would fail in the middle of a run."""
+
+
+def require_extra(verb: str) -> None:
+    """Reject a verb whose extra is not installed, or with a transformers that is not supported.
 
     Raises:
         OptionError: with the packages that are missing.
     """
     extra = NEEDS.get(verb)
-    if extra is None or {"-h", "--help"} & set(arguments):
+    if extra is None:
         return
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
@@ -54,3 +60,15 @@ def require_extra(verb: str, arguments: Sequence[str]) -> None:
             f"hocket {verb} needs packages that are not installed: {', '.join(missing)}",
             hint=f"pip install 'hocket[{extra}]'",
         )
+    found = importlib.metadata.version("transformers")
+    oldest, beyond = TRANSFORMERS
+    if not _numbers(oldest) <= _numbers(found) < _numbers(beyond):
+        raise OptionError(
+            f"transformers {found} is installed; hocket works with {oldest} and before {beyond}",
+            hint=f"pip install 'transformers>={oldest},<{beyond}'",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -13,7 +13,7 @@ class LedgerFlags:
     """Show the prediction errors of all runs.
 
     Attributes:
-        by: how to group the runs. One of: axis, machine, model.
+        by: grouping of the runs. One of: axis, machine, model.
         last: number of runs to list.
         json: print one JSON object: `file`, `unreadable`, `errors` and `entries` of runs,
             `served_errors` and `served` of servers.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -98,7 +99,8 @@ def usage() -> str:
         "  --config FILE   options from a TOML or YAML file, by flag name; flags override it\n"
         "  --set NAME=VALUE  one option, as in --set training.lr=1e-4\n"
         "  --quiet, -q     no progress and no notes: results, warnings and errors only\n\n"
-        "hocket help VERB lists a verb's options; hocket -V prints the version.\n"
+        "hocket VERB --help shows a verb's most used options, hocket VERB --help all every one;\n"
+        "hocket -V prints the version.\n"
     )
 
 
@@ -170,6 +172,9 @@ def _failed(error: HocketError, arguments: list[str]) -> int:
         from hocket.cli import spelling
 
         hint = spelling.pasted(arguments, hint)
+    near = re.fullmatch(r"did you mean (?:the catalogue's )?'?([^' ]+)'?\?", hint or "")
+    if near is not None:
+        hint = _with_near(arguments, error.message, near[1]) or hint
     text = str(type(error)(error.message, hint=hint))
     if "--json" in arguments:
         from hocket.cli.events import print_event
@@ -178,6 +183,15 @@ def _failed(error: HocketError, arguments: list[str]) -> int:
         print_event({"event": "error", "error": found})
     print(f"hocket: {_printable(text)}", file=sys.stderr)
     return error.exit_code
+
+
+def _with_near(arguments: list[str], message: str, near: str) -> str | None:
+    """The command with a name that the message calls unknown replaced by the nearest; None where
+    the name is not an argument of its own."""
+    named = [word for word in arguments[1:] if f"{word!r}" in message or f" {word}:" in message]
+    if len(set(named)) != 1 or named[0].startswith("-"):
+        return None
+    return shlex.join(["hocket", *(near if word == named[0] else word for word in arguments)])
 
 
 def _verb(arguments: list[str]) -> int:
@@ -193,8 +207,8 @@ def _verb(arguments: list[str]) -> int:
 
             print(f"hocket {__version__}")
             return 0
-        case ["help", verb, *_]:
-            arguments = [verb, "--help"]
+        case ["help", verb, *words]:
+            arguments = [verb, "--help", *words[:1]]
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         near = nearest(verb, (*VERBS, "version", "help"), cutoff=CUTOFF)
@@ -206,9 +220,17 @@ def _verb(arguments: list[str]) -> int:
             if near is None or verb in MEANT
             else shlex.join(["hocket", near, *rest]),
         )
-    installed.require_extra(verb, rest)
+    topic = _help_topic(rest)
+    if topic is None:
+        installed.require_extra(verb)
     module = importlib.import_module(f"hocket.cli.{verb}")
     from hocket.cli import config, progress, spelling
+
+    if topic is not None:
+        from hocket.cli.help_page import help_text
+
+        print(help_text(verb, module, topic), end="")
+        return 0
 
     if getattr(module, "FLAGS_OF_OTHERS", False):
         return int(module.main(rest))
@@ -218,6 +240,18 @@ def _verb(arguments: list[str]) -> int:
     rest = spelling.checked_arguments(verb, rest, known)
     with progress.silenced(quiet):
         return int(module.main(rest))
+
+
+def _help_topic(arguments: Sequence[str]) -> str | None:
+    """What follows --help, "" where nothing does; None where help is not asked for."""
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        if argument.startswith("--help="):
+            return argument.partition("=")[2]
+        if argument in ("-h", "--help"):
+            return "".join(arguments[index + 1 : index + 2])
+    return None
 
 
 def _switch(arguments: list[str], *names: str) -> tuple[list[str], bool]:

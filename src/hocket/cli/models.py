@@ -12,7 +12,7 @@ from hocket.cli.flags import parse_flags
 from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 
-Words = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="check MODEL")]
+Words = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[check MODEL]")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,10 @@ class PlanFlags:
         emit: print the first layout as flags or configuration of megatron, megatron-bridge,
             torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm,
             sglang or hocket. Only layouts that the tool can run are ranked.
-        source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
-            flags or launch script, Megatron-Bridge Python, DeepSpeed JSON, accelerate or Automodel
-            YAML, with --serve a vLLM or SGLang command) and print a better one as a diff. The file
-            is parsed, never executed.
+        source: configuration of another tool to predict, and to print a better one of as a diff:
+            torchtitan TOML or Python, Megatron's flags or launch script, Megatron-Bridge Python,
+            DeepSpeed JSON, accelerate or Automodel YAML, with --serve a vLLM or SGLang command. The
+            file is parsed, never executed.
         dtype: matmul precision (default: bf16; fp16 on GPUs without bf16; fp32 on CPU). One of:
             bf16, fp16, fp8, tf32, fp32.
         grad_dtype: gradient type, as in `hocket train` (default: fp32). One of: fp32, bf16.
@@ -59,7 +59,7 @@ class PlanFlags:
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
         quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
-            nf4 (default: as --dtype).
+            nf4.
         save_seconds: seconds that a save stops training, for the expected goodput (default: the
             state written at 2 GB/s per node).
         restart_seconds: seconds from a failure to the next step (default: 300).
@@ -67,9 +67,9 @@ class PlanFlags:
         repair_hours: hours until a failed node is back (default: 24).
         expert_imbalance: tokens of the expert rank that gets most, over the mean, where experts are
             divided over ranks; 1 is even routing (default: 1.5).
-        html: write the plan as a page: layouts to sort, memory, pipeline, what would change it.
+        html: page to write: layouts to sort, memory, pipeline, what would change the answer.
         json: print one JSON object; with --emit it contains that text as well.
-        serve: size a service instead of a training step; the flags below describe its load.
+        serve: size a service instead of a training step.
         prompt_len: tokens per prompt (default: 1536).
         output_len: tokens per answer (default: 512).
         requests_per_second: mean request rate (default: 1).

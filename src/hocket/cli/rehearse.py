@@ -41,14 +41,14 @@ class RehearseFlags:
         grad_dtype: type in which gradients are accumulated and reduced. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
         attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses
-            (heads are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
+            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
         quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
-            nf4 (default: as --dtype).
+            nf4.
         trust_remote_code: run Python code that the model directory contains.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
         json: print one JSON object, and nothing else on stdout; with --matrix one per job.

@@ -22,8 +22,8 @@ class ReportFlags:
 
     Attributes:
         runs: one run folder, or two.
-        format: a page, words on stdout, a picture (needs matplotlib), or a trace for
-            ui.perfetto.dev or chrome://tracing. One of: html, text, png, trace.
+        format: one page (html), words on stdout (text), a picture (png; needs matplotlib), or a
+            trace for ui.perfetto.dev or chrome://tracing. One of: html, text, png, trace.
         out: file to write (default: report.html, report.png or trace.json in the run folder).
     """
 

@@ -19,7 +19,7 @@ class ScheduleFlags:
             file (default: 1f1b).
         microbatches: microbatches per step (default: twice the pipeline ranks).
         virtual_stages: stages per pipeline rank (default: 1).
-        format: a picture, or the text form that --schedule reads from a file. One of: picture,
+        format: picture, or text (the form that --schedule reads from a file). One of: picture,
             text.
         json: print one JSON object.
     """

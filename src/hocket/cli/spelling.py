@@ -30,7 +30,8 @@ class Flag:
         name: with underscores. switch: takes no value. positional: written without its name.
         many: takes several values. number: the type of its values, if
             they are numbers. choices: the values that it takes; empty: any.
-        metavar, text: as help prints them.
+        metavar, text: as help prints them; full: the text and the default.
+        aliases: other spellings, as typed.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Flag:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     text: str = ""
+    full: str = ""
+    aliases: tuple[str, ...] = ()
 
 
 def flags_class(module: types.ModuleType) -> Any:
@@ -75,24 +78,27 @@ def _flags(kind: Any) -> dict[str, Flag]:
         positional = tyro.conf.Positional[str].__metadata__[0] in marks  # type: ignore[attr-defined]
         name = next((form.name for form in forms if form.name), field.name)
         text, choices = help_form(texts[field.name], None)
+        words = str in _types(plain)  # 500, or 30m
+        number = next((k for k in (int, float) if k in _types(plain) and not words), None)
+        metavar = next((form.metavar for form in forms if form.metavar), "")
+        if choices:
+            metavar = f"{{{','.join(choices)}}}"
         flag = Flag(
             name=name.replace("-", "_"),
             switch=plain is bool,
             positional=positional,
             many=typing.get_origin(plain) is tuple,
-            number=next((kind for kind in (int, float) if kind in _types(plain)), None),
+            number=number,
             choices=choices,
             text=text,
-            metavar=next((form.metavar for form in forms if form.metavar), ""),
+            full=help_form(texts[field.name], field.default, True)[0],
+            metavar=metavar or (number.__name__.upper() if number else "TEXT"),
+            aliases=tuple(alias for form in forms for alias in form.aliases or ()),
         )
-        for other in (flag.name, *(a for form in forms for a in form.aliases or ())):
+        for other in (flag.name, *flag.aliases):
             if not other.startswith("-") or other.startswith("--"):
                 found[other.removeprefix("--").replace("-", "_")] = flag
     return found
-
-
-def _noun(flag: Flag) -> str:
-    return "VALUE" if flag.number is None else flag.number.__name__.upper()
 
 
 def _types(hint: Any) -> tuple[Any, ...]:
@@ -120,7 +126,7 @@ def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, F
             after = arguments[index + 1] if index + 1 < len(arguments) else "--"
             if after.startswith("--"):
                 kinds = f"; it is one of {', '.join(flag.choices)}" if flag.choices else ""
-                value = flag.choices[-1] if flag.choices else flag.metavar or _noun(flag)
+                value = flag.choices[-1] if flag.choices else flag.metavar
                 raise OptionError(f"{written} has no value{kinds}", hint=f"{written} {value}")
             value = after
         if flag.number is not None and not flag.many:
@@ -129,7 +135,8 @@ def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, F
             except ValueError:
                 noun = "a whole number" if flag.number is int else "a number"
                 raise OptionError(
-                    f"{written} is {value!r}; it must be {noun}", hint=f"hocket {verb} --help"
+                    f"{written} is {value!r}; it must be {noun}",
+                    hint=f"hocket {verb} --help {flag.name.replace('_', '-')}",
                 ) from None
         if flag.choices and DTYPES.get(value) in flag.choices:
             value = DTYPES[value]

@@ -23,11 +23,11 @@ class TemplateFlags:
 
     Attributes:
         kind: slurm, kubernetes, docker, skypilot; grafana (a board as JSON) or prometheus (alerts).
-        model: model, as of `hocket train` and `hocket serve`.
+        model: the model, as for `hocket train` and `hocket serve`.
         layout: degrees of parallelism, as in dp2.tp8.
-        data: training data, as of `hocket train`.
+        data: training data, as for `hocket train`.
         serve: print a server instead of a training job.
-        name: name of the job and of what belongs to it.
+        name: name of the job and of its parts.
         run: run folder on a file system that all nodes share (default: runs/NAME).
         gpus_per_node: GPUs of a node; 0 for ranks on CPUs.
         ranks_per_node: ranks of a node without GPUs.
@@ -36,7 +36,7 @@ class TemplateFlags:
         image: container image, for Kubernetes (default: hocket:VERSION).
         storage: size of the volume of runs or models, for Kubernetes.
         interface: network interface of NCCL and Gloo, as in ib0 or eth0 (default: their choice).
-        port: port of the API; metrics are at the next one.
+        port: port of the API; metrics have the next one.
         launch: words between srun and hocket, as in "apptainer exec --nv hocket.sif".
     """
 

@@ -44,7 +44,7 @@ class Train:
             ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT` and `[:N]` (the first
             N records) also apply to directories. A number at the end is a weight: a mixture, as in
             a.jsonl:0.7 b.jsonl:0.3; all sources have one, or none.
-        eval_data: as --data; evaluated on in place of a fraction of --data.
+        eval_data: data to evaluate on, as --data, instead of a fraction of --data.
         run: run folder (default: a new folder under runs/).
         config: TOML or YAML file of options by flag name; flags override it.
         cluster: machine to predict the run for, and to choose --layout auto for: auto (this

@@ -19,7 +19,7 @@ class ValidateFlags:
 
     Attributes:
         table: CSV file, one measured run per row.
-        infer: runs of serving: time per output token, time to first token, tokens/s.
+        infer: rows of serving: time per output token, time to first token, tokens/s.
         rows: write each row's prediction to this CSV file.
         json: print one JSON object: `overall` and `groups`.
     """

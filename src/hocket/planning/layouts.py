@@ -269,7 +269,8 @@ def _problems(
         yield "the planner estimates full recomputation, or none", f"recompute={layout.recompute}"
     batch = global_batch // layout.dp
     if not legality.batch(global_batch, layout.dp):
-        yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
+        what = f"the global batch of {global_batch} does not divide over dp {layout.dp}"
+        yield what, f"--global-batch {max(1, batch) * layout.dp}"
     elif not legality.microbatches(batch, layout.microbatches or 1):
         fits = [n for n in divisors(batch) if n <= (layout.microbatches or 1)]
         yield (

@@ -72,11 +72,9 @@ class TrainOptions:
             weights by the model's size and at most 1e-3).
         lr_schedule: learning rate decay after warm-up (default: cosine for random weights, else
             linear). One of: cosine, linear, constant.
-        min_lr: learning rate at the end of the decay (default: a tenth of --lr with cosine, 0 with
-            linear).
+        min_lr: learning rate at the end (default: a tenth of --lr with cosine, 0 with linear).
         warmup: linear warm-up steps (default: a tenth of --steps, at most 100).
-        weight_decay: AdamW weight decay; norms and biases are excluded (default: 0.1 for random
-            weights, else 0).
+        weight_decay: of AdamW, without norms and biases (default: 0.1 for random weights, else 0).
         beta1: AdamW decay rate of the first moment.
         beta2: AdamW decay rate of the second moment.
         eps: AdamW epsilon.
@@ -84,8 +82,8 @@ class TrainOptions:
         grad_dtype: type in which gradients are accumulated over microbatches and reduced over data
             ranks; CPU ranks always reduce in fp32. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
-        tokenizer: a directory, model (the model directory's own), bytes, or train (default: model
-            if it has one, else bytes).
+        tokenizer: a directory, model (the one with the model), bytes, or train (default: model if
+            it has one; bytes for random weights without).
         vocab_size: vocabulary size of a tokenizer that is trained.
         text_field: field that contains the text, in JSON lines, parquet and datasets.
         data_format: record format: text, chat (messages or conversations; loss on the assistant's
@@ -94,12 +92,12 @@ class TrainOptions:
         chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
             chatml, llama-3, zephyr.
         streaming: tokenize data sets of the Hub while they are read, without storing their files.
-        max_corrupt_records: records that cannot be read (not JSON, no such field) and are skipped,
-            each reported with file and line; one more ends the run.
-        packing: how documents fill rows: across (concatenated, attention crosses documents),
-            documents (several per row, attention within each) or none (one per row) (default:
-            across for text, documents for chats and completions). One of: across, documents, none.
-        eval_fraction: fraction of the documents kept for evaluation; none with --eval-data.
+        max_corrupt_records: unreadable records (not JSON, no such field) that are skipped, each
+            reported with file and line; one more ends the run.
+        packing: documents in rows: across (concatenated, attention crosses documents), documents
+            (several per row, attention within each) or none (one per row) (default: across for
+            text, documents for chats and completions). One of: across, documents, none.
+        eval_fraction: fraction of the documents kept for evaluation; unused with --eval-data.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
         eval_batches: global batches per evaluation; 0: all (default: 2, or all of --eval-data).
         lora_rank: rank of LoRA adapters, trained through peft (default: full fine-tuning).
@@ -112,33 +110,35 @@ class TrainOptions:
             the end; 0: none.
         replicate_state: steps between copies of all ranks' states in memory, here and on the next
             host, from which a restart continues where no checkpoint is newer; 0: none.
-        save_mode: whether training continues while a checkpoint is written: background (from a copy
-            of weights and optimizer state in host memory), blocking (it waits), or auto (background
+        save_mode: writing of checkpoints: background (training continues; from a copy of weights
+            and optimizer state in host memory), blocking (training waits), or auto (background
             where host memory suffices and the state is large). One of: auto, background, blocking.
         keep_checkpoints: newest checkpoints that are kept.
-        keep_every: steps; checkpoints of their multiples are kept for good; 0: none.
-        upload: folder, or URL that fsspec knows (s3://BUCKET/RUN), to which checkpoints are copied
-            in the background, and from which an empty run folder is filled (default: nowhere).
+        keep_every: keep for good the checkpoints of steps that this number divides; 0: none.
+        upload: destination of copies of checkpoints, written in the background: a folder, or a URL
+            that fsspec knows (s3://BUCKET/RUN); an empty run folder is filled from it (default:
+            nowhere).
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         replica_check_every: steps between comparisons of data-parallel replicas by checksums of
             weights and optimizer state, which also precede every checkpoint; 0: never.
-        on_divergence: where replicas differ: stop, or repair (the majority's values; of two
-            replicas, those of the last checkpoint). One of: stop, repair.
-        max_skipped_steps: steps in a row that are skipped because loss or gradient are not finite;
-            one more ends the run.
-        verify_every: steps between two of which every data rank computes its batch and another's,
-            and compares bit by bit: finds a device that computes wrongly; 0: never.
-        slow_rank_factor: a rank that takes so many times the median of its peers is reported, with
-            its cause (compute, input, link) and the fraction of time it costs.
+        on_divergence: action when replicas differ: stop, or repair (take the majority's values; of
+            two replicas, those of the last checkpoint). One of: stop, repair.
+        max_skipped_steps: consecutive steps that are skipped because loss or gradient are not
+            finite; one more ends the run.
+        verify_every: steps between verifications, in which every data rank computes its batch and
+            another's, compared bit by bit, to find a device that computes wrongly; 0: never.
+        slow_rank_factor: report a rank that takes this many times the median of its peers, with its
+            cause (compute, input, link) and the fraction of time it costs.
         grace_seconds: seconds between SIGTERM and SIGKILL on this system; a run that needs longer
             to save is rejected (default: not checked).
-        max_restarts: restarts in a row, after a rank died or hung, without a new checkpoint between
-            them; a failure that comes back at the same step ends the run at once.
-        elastic: where devices are gone or back, continue in the best layout for those there are.
+        max_restarts: consecutive restarts after a rank died or hung, without a new checkpoint
+            between them; a failure that recurs at the same step ends the run at once.
+        elastic: continue in the best layout for the devices there are, where some are lost or
+            return.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
-        timeline_steps: number of steps to record; --format trace shows all of them.
+        timeline_steps: number of steps to record, all shown by hocket report --format trace.
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
@@ -146,10 +146,10 @@ class TrainOptions:
             per data rank).
         compile: apply torch.compile to every block.
         attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses
-            (heads are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
-        tracker: where metrics are tracked besides the run folder: tensorboard, wandb, mlflow, or
-            several with commas (default: nowhere).
+        context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
+            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        tracker: trackers of metrics besides the run folder: tensorboard, wandb, mlflow, or several
+            with commas (default: none).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.
         emulate_links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g

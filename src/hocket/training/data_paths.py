@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hocket.models import hub, repo_id
-from hocket.spec.errors import DataError, nearest
+from hocket.spec.errors import CUTOFF, DataError, nearest
 from hocket.spec.units import format_bytes
 from hocket.training import hub_data
 from hocket.training.hub_data import TRAIN
@@ -156,7 +156,7 @@ def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = F
                 notices.append(notice)
                 continue
             there = path.parent.iterdir() if path.parent.is_dir() else iter(())
-            near = nearest(path.name, (p.name for p in there))
+            near = nearest(path.name, (p.name for p in there), cutoff=CUTOFF)
             if "://" in os.fspath(given):
                 raise DataError(
                     f"data {given}: addresses are not read, but for data sets of the Hub "
