@@ -215,11 +215,13 @@ def router_loss(context: Any, cases: list[tuple[str, int]]) -> list[dict[str, An
     for text, count in cases:
         layout = hocket.Layout.parse(text)
         plain = copy.deepcopy(whole)
-        every = count * layout.dp
         losses = []
-        for part, target in zip(ids.chunk(every), labels.chunk(every), strict=True):
-            more = {} if every == 1 else {"num_items_in_batch": tokens / every}
-            own = plain(input_ids=part, labels=target, **more).loss / every
+        for number in range(count):  # the same microbatch of all data ranks is one
+            part, target = (
+                torch.cat(rows.chunk(count * layout.dp)[number::count]) for rows in (ids, labels)
+            )
+            more = {} if count == 1 else {"num_items_in_batch": tokens / count}
+            own = plain(input_ids=part, labels=target, **more).loss / count
             own.backward()
             losses.append(float(own.detach()))
         gradients = {name: p.grad for name, p in plain.named_parameters()}

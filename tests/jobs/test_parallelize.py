@@ -46,7 +46,10 @@ def test_a_loop_of_ones_own_learns_the_next_token(ranks, tmp_path, size, layouts
 
 @pytest.mark.ranks
 def test_a_routers_auxiliary_loss_is_that_of_gradient_accumulation(ranks) -> None:
-    cases = [("tp2", 1), ("tp2", 4), ("dp2", 1), ("dp2:zero=2", 2), ("dp2:zero=3", 2)]
+    cases = [
+        ("tp2", 1), ("tp2", 4), ("dp2", 1), ("dp2:zero=2", 2), ("dp2:zero=3", 2), ("cp2", 1),
+        ("cp2:zero=1", 2),
+    ]  # fmt: skip
     for rank in ranks.run("tests.jobs.cases:router_loss", world_size=2, cases=cases):
         for case, row in zip(cases, rank, strict=True):
             assert row["expected"] - row["cross_entropy"] > 0.5, case  # it is part of the loss

@@ -103,6 +103,9 @@ def communication(  # noqa: PLR0917
             _loss(table, step, share, layout.tp)
             for axis, nbytes in share.partial_bytes.items():
                 partial[axis] = partial.get(axis, 0) + nbytes
+        if share.router_sums and layout.data_degree > 1:
+            size = share.router_sums * FLOAT
+            table.add("all-reduce", data, "microbatch", step.num_microbatches, size)
         add_experts(table, layout, step, share, tp_index)
         add_attention(table, layout, step, share, heads)
         _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)

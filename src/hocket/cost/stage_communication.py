@@ -41,6 +41,7 @@ class StageShare:
         choices: with sequence parallelism, numbers of experts chosen per token whose indices are
             gathered in one forward; `repeated_choices` in one repeated by full recompute.
         split_loss: the logits stay split by vocabulary, and the loss is found in parts.
+        router_sums: numbers of a router's auxiliary loss that data ranks sum in each microbatch.
         gradient_bytes: of each parameter with a gradient, in the module's order.
         late: which of these gradients are summed over other axes too, in the same order (none
             if left empty): under ZeRO they are reduced last, from buckets of their own.
@@ -74,6 +75,7 @@ class StageShare:
     choices: tuple[int, ...] = ()
     repeated_choices: tuple[int, ...] = ()
     split_loss: bool = False
+    router_sums: int = 0
     gradient_bytes: tuple[int, ...] = ()
     late: tuple[bool, ...] = ()
     blocks: tuple[str, ...] = ()
@@ -203,6 +205,9 @@ class StageShare:
             ),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
+            router_sums=2 * plan.router.experts + 1
+            if plan.router is not None and plan.router.of_all_ranks
+            else 0,
             **_experts(plan, placements, layout),
             **_attentions(plan, placements, layout),
             expert_gradients=tuple(

@@ -6,13 +6,15 @@ Legend: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Axis, Mesh
+from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from hocket.runtime.tensor_parallel.layers import VocabParallelHead
 from hocket.spec.errors import OptionError
@@ -29,11 +31,13 @@ class NextTokenLoss:
     The logits [B, S, V] (or [B, S, V of this rank], if `module` ends in a vocabulary-parallel
     head) are the output's `logits`, or its first entry, or the output itself. They are overwritten.
 
-    A router's auxiliary loss (Switch Transformer, Fedus et al. 2021, section 2.2) is what the
-    model's own forward returns as `aux_loss` for a microbatch. It is not linear in the batch. The
-    loss of a step has its mean over the microbatches of all data ranks, which is what a loop over
-    plain transformers gets from `(model(**microbatch, num_items_in_batch=tokens / count).loss /
-    count).backward()`. In evaluation it is left out: the result is the cross-entropy.
+    A router's auxiliary loss (Switch Transformer, Fedus et al. 2021, section 2.2) is not linear in
+    the batch. It is that of a microbatch of all data ranks, whose counts and probabilities are
+    summed over them, and the loss of a step has its mean over microbatches: what a loop over plain
+    transformers gets from `(model(**microbatch, num_items_in_batch=tokens / count).loss /
+    count).backward()`, whatever the number of data ranks. Where the model's loss is another
+    function, it is the `aux_loss` that its forward returns, and data ranks count as microbatches.
+    In evaluation it is left out: the result is the cross-entropy.
 
     Args:
         module: the last stage.
@@ -58,6 +62,7 @@ class NextTokenLoss:
         router_degree: int = 1,
     ) -> None:
         self.recorder = mesh.recorder
+        self.data = mesh.data
         self.labels_shifted = labels_shifted
         self.router = router
         self.router_degree = router_degree
@@ -81,7 +86,14 @@ class NextTokenLoss:
             recorder=self.recorder,
         ).sum()
         if self.router is not None and torch.is_grad_enabled():
-            auxiliary = self.router.coefficient * auxiliary_loss(output, self.router_degree)
+            mask = microbatch.get("attention_mask")
+            auxiliary = auxiliary_loss(output, self.router_degree)
+            if self.router.of_all_ranks and self.data.size > 1:
+                auxiliary = balancing_loss(
+                    output.router_logits, self.router, mask, self.data, self.recorder
+                )
+                auxiliary = _divided(auxiliary, self.router_degree)
+            auxiliary = self.router.coefficient * auxiliary
             loss = loss + self.tokens_per_microbatch * auxiliary.to(loss)
         return loss, (labels != IGNORED).sum()
 
@@ -163,10 +175,55 @@ def auxiliary_loss(output: Any, degree: int = 1) -> Tensor:
     number of tensor ranks that add up their gradients of the router's logits."""
     found = getattr(output, "aux_loss", None)
     assert isinstance(found, Tensor), "the model returned no aux_loss"
+    return _divided(found, degree)
+
+
+def _divided(loss: Tensor, degree: int) -> Tensor:
+    """A loss with its gradient divided by `degree`."""
     if degree == 1:
-        return found
-    fixed = found.detach()
-    return fixed + (found - fixed) / degree
+        return loss
+    fixed = loss.detach()
+    return fixed + (loss - fixed) / degree
+
+
+def balancing_loss(
+    gates: Sequence[Tensor],
+    router: RouterLoss,
+    mask: Tensor | None,
+    data: Axis,
+    recorder: Recorder,
+) -> Tensor:
+    """The load-balancing loss over the tokens of all data ranks, equal on each (Fedus et al. 2021,
+    equations 4 to 6, over all layers as transformers has it).
+
+    The gradients of all ranks add up to that of one process: each takes its part of the sum as
+    often as there are ranks, which a step divides by.
+
+    Args:
+        gates: each layer's logits of the router, [B S, E].
+        mask: [B, S], 0 where a token does not count; None: all do.
+        data: axis whose ranks have the tokens, context ranks among them. One all-reduce of 2 E + 1 numbers.
+    """
+    first = gates[0]
+    weight = None
+    if mask is not None and mask.ndim == 2:
+        weight = mask.reshape(-1, 1).to(first.device, torch.float32)
+    counts = probabilities = torch.zeros(router.experts, device=first.device)
+    rows = torch.zeros(1, device=first.device)
+    for gate in gates:
+        chances = gate.softmax(-1)
+        chosen = torch.zeros_like(chances, dtype=torch.float32)
+        chosen.scatter_(1, chances.topk(router.top_k, dim=-1).indices, 1.0)
+        kept = chances.float()
+        if weight is not None:
+            chosen, kept = chosen * weight, kept * weight
+        counts, probabilities = counts + chosen.sum(0), probabilities + kept.sum(0)
+        rows = rows + (float(len(gate)) if weight is None else weight.sum())
+    summed = torch.cat([counts, probabilities.detach(), rows])
+    all_reduce(summed, data, recorder)
+    counts, fixed, rows = summed[: router.experts], summed[router.experts : -1], summed[-1]
+    probabilities = fixed + (probabilities - probabilities.detach()) * data.size
+    return router.experts * (counts / rows * (probabilities / rows)).sum()
 
 
 def router_degree(router: RouterLoss, placements: Mapping[str, Placement], degree: int) -> int:

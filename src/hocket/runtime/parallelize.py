@@ -182,7 +182,7 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
             f"the layout is {layout}",
             hint=runnable(layout).axes_text(),
         )
-    if plan.router is not None and (why := router_loss_rejected(layout)):
+    if plan.router is not None and (why := router_loss_rejected(layout, plan.router)):
         one = dataclasses.replace(layout, pp=1, virtual_stages=1, data_parallel="processes")
         raise ModelError(why, hint=str(one))
     if layout.tp > 1 and plan.tensor is None:

@@ -292,10 +292,19 @@ class RouterLoss:
     Attributes:
         coefficient: by which the model multiplies it.
         gates: modules that make the router's logits, dotted.
+        experts, top_k: of the loss of the Switch Transformer, where the model's is that one; 0:
+            it is another.
     """
 
     coefficient: float
     gates: tuple[str, ...] = ()
+    experts: int = 0
+    top_k: int = 0
+
+    @property
+    def of_all_ranks(self) -> bool:
+        """Whether it can be computed over the tokens of all data ranks."""
+        return self.experts > 0
 
 
 def experts_rejected(layout: Layout, plan: ParallelPlan) -> tuple[str, str] | None:
@@ -316,7 +325,7 @@ def experts_rejected(layout: Layout, plan: ParallelPlan) -> tuple[str, str] | No
     return None
 
 
-def router_loss_rejected(layout: Layout) -> str:
+def router_loss_rejected(layout: Layout, router: RouterLoss) -> str:
     """Why a router's auxiliary loss cannot be computed in a layout, and a fix; empty: it can."""
     loss = "the configuration sets output_router_logits, which adds the router's auxiliary loss"
     without = '"output_router_logits": false trains without it'
@@ -325,7 +334,7 @@ def router_loss_rejected(layout: Layout) -> str:
             f"{loss}: it multiplies sums over the routers of all layers, and a pipeline stage has "
             f"only its own; {without}"
         )
-    if layout.cp > 1:
+    if layout.cp > 1 and not router.of_all_ranks:
         return (
             f"{loss}: it is of all tokens of a microbatch, and context ranks have parts; {without}"
         )

@@ -5,10 +5,11 @@ with the configuration as it is, torch's AdamW, the whole global batch at once. 
 documents that share a row are each computed by themselves, in rows of their own.
 
 A router's auxiliary loss is not linear in the batch. It is defined by what transformers computes
-for one microbatch, and the step has the mean over the microbatches of all data ranks. That is
-gradient accumulation with `model(**microbatch, num_items_in_batch=tokens / count).loss / count`,
-where `tokens / count` is the mean number of valid tokens of a microbatch. With one microbatch on
-one rank it is the loss over the global batch.
+for one microbatch of all data ranks, and the step has the mean over microbatches. That is gradient
+accumulation with `model(**microbatch, num_items_in_batch=tokens / count).loss / count`, where
+`tokens / count` is the mean number of valid tokens of a microbatch. With one microbatch it is the
+loss over the global batch, whatever the number of data ranks. Where the model has another such
+loss than transformers' usual one, each data rank's part of a microbatch counts as one.
 
 Legend: B batch, S sequence.
 """
@@ -193,15 +194,19 @@ class _OwnLoss:
         first = global_batch(spec, 1)["input_ids"][:2].to(device)
         self.own = takes_labels(model)
         self.shifts = shifts_labels(model, first)
-        self.count = 1
-        if router_loss(model) is not None:
+        self.count = self.ranks = 1
+        router = router_loss(model)
+        if router is not None:
             if self.packed:
                 raise OptionError(
                     "a router's auxiliary loss is over all tokens of a row, and the reference "
                     "computes each document by itself",
                     hint="--packing none",
                 )
-            self.count = spec.layout.dp * (spec.layout.microbatches or 1)
+            self.count = spec.layout.microbatches or 1
+            self.ranks = spec.layout.dp
+            if not router.of_all_ranks:
+                self.count, self.ranks = self.count * self.ranks, 1
 
     def backward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
         """The loss of a global batch, its gradient added to the parameters'."""
@@ -209,8 +214,12 @@ class _OwnLoss:
         if self.packed:
             parts = [(part, num_tokens(part) / tokens) for part in _row_documents(batch)]
         else:
-            chunks = {key: value.chunk(self.count) for key, value in batch.items()}
-            rows = ({key: value[m] for key, value in chunks.items()} for m in range(self.count))
+            # Data ranks have consecutive rows, and each divides its own into microbatches.
+            chunks = {key: value.chunk(self.count * self.ranks) for key, value in batch.items()}
+            rows = (
+                {key: torch.cat(value[m :: self.count]) for key, value in chunks.items()}
+                for m in range(self.count)
+            )
             parts = [(part, 1 / self.count) for part in rows]
         total = 0.0
         for part, weight in parts:

@@ -125,7 +125,7 @@ def try_stages(config: Any, attention: str) -> str:
     plan = plan_for(model)
     if plan.stages is None:
         return plan.reasons["stages"]
-    if plan.router is not None and (why := router_loss_rejected(Layout(pp=2))):
+    if plan.router is not None and (why := router_loss_rejected(Layout(pp=2), plan.router)):
         return why
     if plan.stages.num_layers == 1:
         return "it has one layer"
