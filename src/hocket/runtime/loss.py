@@ -202,7 +202,8 @@ def balancing_loss(
     Args:
         gates: each layer's logits of the router, [B S, E].
         mask: [B, S], 0 where a token does not count; None: all do.
-        data: axis whose ranks have the tokens, context ranks among them. One all-reduce of 2 E + 1 numbers.
+        data: axis whose ranks have the tokens, context ranks among them. One all-reduce of 2 E + 1
+            numbers.
     """
     first = gates[0]
     weight = None
