@@ -292,7 +292,7 @@ def test_a_folder_that_is_named_as_a_file(refused: Run, tmp_path: Path) -> None:
 def test_an_unknown_schedule(refused: Run, text: str) -> None:
     said = refused("train", "tiny-llama", "--data", text, "--layout", "pp2", "--schedule", "1b1f")
     assert "unknown schedule '1b1f'" in said
-    assert "did you mean '1f1b'?" in said
+    assert "--schedule 1f1b" in said
 
 
 def test_a_schedule_that_deadlocks(refused: Run, text: str, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_schedule_that_deadlocks(refused: Run, text: str, tmp_path: Path) -> N
 def test_an_unknown_model(refused: Run, text: str) -> None:
     said = refused("train", "tiny-lama", "--data", text)
     assert "unknown model 'tiny-lama'" in said
-    assert "did you mean 'tiny-llama'?" in said
+    assert "hint: hocket train tiny-llama " in said
 
 
 def test_no_model(refused: Run) -> None:
