@@ -387,7 +387,6 @@ class Parallel:
 
     def _weigh_router_loss(self, microbatches: Sequence[Microbatch], num_tokens: Any) -> None:
         """Weigh a router's auxiliary loss by microbatch."""
-        # Of context ranks each adds the loss of the same tokens' sums.
         count = len(microbatches) * self.layout.data_degree
         for stage in self.stages:
             if isinstance(stage.loss_fn, NextTokenLoss | OwnLoss):
