@@ -27,6 +27,20 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path) -> None:
     assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
 
 
+def test_a_damaged_row_does_not_end_the_run(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    for at in range(11):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << bit
+            path.write_bytes(damaged)
+            metrics = TrainingMetrics(path, done=3)
+            metrics.write({"step": 4})
+            metrics.close()
+            assert [row["step"] for row in rows(path)][-3:] == [2, 3, 4]
+
+
 def test_a_new_run_begins_a_new_file(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 9}\n')

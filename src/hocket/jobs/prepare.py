@@ -297,6 +297,7 @@ def data(
         templates=templates,
         chat_template=options.chat_template_file,
         streaming=options.streaming,
+        samples=None if options.epochs else options.steps * workload.global_batch,
         max_corrupt_records=options.max_corrupt_records,
         progress=progress,
     )

@@ -206,6 +206,7 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
             f"steps is {steps}; the run in {folder.path} holds a checkpoint of step {step}",
             hint=f"--steps {max(step, spec.options.steps)}",
         )
+    _streamed_so_far(folder, spec, steps)
     changed = {name: getattr(request.options, name) for name in request.given & CHANGEABLE}
     options = dataclasses.replace(spec.options, **{**changed, "steps": steps, "resume": has})
     check_workload(spec.workload)
@@ -241,6 +242,24 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
             hint=f"--steps {2 * steps}, or hocket export {folder.path} --to DIR",
         )
     return Resumed(folder=folder, spec=spec, job=job, step=step)
+
+
+def _streamed_so_far(folder: RunFolder, spec: RunSpec, steps: int) -> None:
+    """Raise CheckpointError where steps would repeat data that was streamed as far as the run's
+    own steps took it."""
+    from hocket.training.data import num_samples
+    from hocket.training.token_manifest import MANIFEST, Tokens
+
+    if steps <= spec.options.steps or not (folder.data / MANIFEST).is_file():
+        return
+    tokens, workload = Tokens.load(folder.data), spec.workload
+    there = num_samples(tokens.train_tokens, workload.seq_len) // workload.global_batch
+    if tokens.partial and steps > max(there, spec.options.steps):
+        raise CheckpointError(
+            f"steps is {steps}; the run in {folder.path} has streamed its data for {there} steps, "
+            "and further ones would repeat it",
+            hint=f"--steps {there}, or a new run of the model with the data that follows",
+        )
 
 
 def _layout(request: JobRequest, own: Layout) -> Layout:

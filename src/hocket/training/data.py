@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from hocket.models.chat_template import file_of
 from hocket.spec.errors import DataError
+from hocket.spec.units import format_bytes
 from hocket.training import data_paths, data_sources, mixture
 from hocket.training.conversation import TEXT
 from hocket.training.corrupt import CorruptRecords
@@ -62,6 +63,7 @@ def prepare_data(
     templates: ChatTemplates | None = None,
     chat_template: Path | str | None = None,
     streaming: bool = False,
+    samples: int | None = None,
     max_corrupt_records: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
@@ -80,6 +82,8 @@ def prepare_data(
         templates: of chats. chat_template: the file that they are from, where it is not the
             tokenizer's own; it is copied into the folder.
         streaming: as `data_paths.find_sources`.
+        samples: that the run trains on. Where sources are streamed and documents follow each other
+            (`across`), so much is read of them, from their beginnings, and no more; None: all.
         max_corrupt_records: records that cannot be read and are skipped, in all sources together.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
@@ -104,6 +108,10 @@ def prepare_data(
     plain = set(held) <= {TEXT}
     packing = packing or (ACROSS if plain else DOCUMENTS)
     written = [] if templates is None else sorted(templates.texts.items())
+    quotas: list[int] = []
+    if samples is not None and plain and packing == ACROSS and _streamed(sources, streaming):
+        shares = slots or [sum(source.bytes for source in some) for some in each]
+        quotas = stream_quotas(samples, seq_len, shares, 0.0 if held_out else eval_fraction)
     key = _hash(
         VERSION,
         stamps,
@@ -118,26 +126,30 @@ def prepare_data(
         written,
         *([slots, [len(some) for some in each]] if slots else []),
         *([max_corrupt_records] if max_corrupt_records else []),
+        *([quotas] if quotas else []),
     )
     tokens = _existing(folder, key, seq_len)
     if tokens is None:
         folder.mkdir(parents=True, exist_ok=True)
         dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
+        _require_room(folder, sum(quotas) * dtype.itemsize)
         corrupt = CorruptRecords(max_corrupt_records)
         kind_of = dict(zip(map(id, (*sources, *held_out)), held, strict=True))
 
         def made(
             to: Path,
-            some: Sequence[data_paths.Source],
+            paths: Sequence[Sequence[data_paths.Source]],
             out: Sequence[data_paths.Source],
             share: float,
+            most: Sequence[int],
         ) -> dict[str, Any]:
+            some = [source for one in paths for source in one]
             making = _Making(
                 folder=to, sources=some, held_out=out, tokenizer=tokenizer, dtype=dtype,
                 seq_len=seq_len, share=share, seed=seed, corrupt=corrupt, progress=progress,
             )  # fmt: skip
             if plain and packing == ACROSS:
-                return making.stream(text_field)
+                return making.stream(text_field, paths, most)
             of_train, of_valid = (
                 split_documents(
                     these, [kind_of[id(one)] for one in these], tokenizer, templates,
@@ -149,7 +161,7 @@ def prepare_data(
 
         mixed: list[mixture.MixedSource] = []
         if not slots:
-            counts = made(folder, sources, held_out, eval_fraction)
+            counts = made(folder, each, held_out, eval_fraction, quotas)
         else:
             parts = []
             for number, some in enumerate(each):
@@ -157,7 +169,8 @@ def prepare_data(
                 aside.mkdir()
                 out = held_out if not number else ()
                 share = 0.0 if held_out else eval_fraction
-                parts.append((aside, made(aside, some, out, share)))
+                most = quotas[number : number + 1]
+                parts.append((aside, made(aside, [some], out, share, most)))
             counts = _joined(folder, parts)
             mixed = [
                 mixture.MixedSource(
@@ -171,6 +184,7 @@ def prepare_data(
             corrupt_records=corrupt.count,
             corrupt=tuple(corrupt.notes),
             mixture=tuple(mixed),
+            partial=bool(quotas),
             held=tuple(held),
             packing=packing,
             dtype=dtype.name,
@@ -261,14 +275,20 @@ class _Making:
         if self.progress is not None:
             self.progress(self._done, self._total)
 
-    def stream(self, text_field: str) -> dict[str, Any]:
-        """Documents one after the other, without flags; counts for the manifest."""
+    def stream(
+        self,
+        text_field: str,
+        paths: Sequence[Sequence[data_paths.Source]],
+        quotas: Sequence[int],
+    ) -> dict[str, Any]:
+        """Documents one after the other, without flags; counts for the manifest. `quotas`: of the
+        sources of each path, as of `write_tokens`."""
         try:
-            texts = _counted(self.sources, text_field, self.progress, self.corrupt)
-            lengths, largest = write_tokens(self._aside, texts, self.tokenizer, self.dtype)
+            texts = [self._texts(one, text_field) for one in paths]
+            lengths, largest = write_tokens(self._aside, texts, self.tokenizer, self.dtype, quotas)
             self._require(self.sources, lengths)
             if self.held_out:
-                texts = _counted(self.held_out, text_field, None, self.corrupt)
+                texts = [data_sources.source_documents(self.held_out, text_field, self.corrupt)]
                 apart, other = write_tokens(self._partial, texts, self.tokenizer, self.dtype)
                 self._require(self.held_out, apart, self.seq_len + 1)
                 largest = max(largest, other)
@@ -290,6 +310,18 @@ class _Making:
             self._aside.unlink(missing_ok=True)
             self._partial.unlink(missing_ok=True)
         return {**counts, "largest": largest}
+
+    def _texts(self, sources: Sequence[data_paths.Source], text_field: str) -> Iterator[str]:
+        """The documents of some sources, whose progress is told."""
+        for source in sources:
+            read = said = 0
+            for text in data_sources.source_documents([source], text_field, self.corrupt):
+                yield text
+                read += len(text)
+                if read - said >= BATCH_CHARACTERS:
+                    self.passed(read - said)
+                    said = read
+            self.passed(source.bytes - said)
 
     def flagged(
         self, found: Iterable[Document], held_out: Iterable[Document], packing: str
@@ -412,24 +444,35 @@ def _joined(folder: Path, parts: Sequence[tuple[Path, dict[str, Any]]]) -> dict[
     return counts
 
 
-def _counted(
-    sources: Sequence[data_paths.Source],
-    text_field: str,
-    progress: Callable[[int, int], None] | None,
-    corrupt: CorruptRecords,
-) -> Iterator[str]:
-    total, done = sum(s.bytes for s in sources), 0
-    for source in sources:
-        read = said = 0
-        for text in data_sources.source_documents([source], text_field, corrupt):
-            yield text
-            read += len(text)
-            if progress is not None and read - said >= BATCH_CHARACTERS:
-                said = read
-                progress(min(done + read, total), total)
-        done += source.bytes
-        if progress is not None:
-            progress(done, total)
+def _streamed(sources: Iterable[data_paths.Source], asked: bool) -> bool:
+    """Whether sources are read where they are: that was asked for, or the disk has no room."""
+    return asked or any(part.streaming for source in sources for part in source.parts)
+
+
+def stream_quotas(
+    samples: int, seq_len: int, shares: Sequence[float], eval_fraction: float
+) -> list[int]:
+    """Tokens of each source of a stream that are read, by the shares that a run takes of them, so
+    that `samples` of all are left where `eval_fraction` is held out; empty: all of them."""
+    left = 1 - 1.5 * eval_fraction  # `choose_held_out` takes so much at most
+    if left <= 0.25 or not sum(shares):
+        return []
+    return [
+        math.ceil(((samples * share / sum(shares) + len(shares) + 1) * seq_len + 1) / left)
+        + seq_len + 1
+        for share in shares
+    ]  # fmt: skip
+
+
+def _require_room(folder: Path, size: int) -> None:
+    """Raise DataError where the disk has no room for so many bytes of tokens."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DataError(
+            f"the tokens that the run trains on take {format_bytes(size)}; the disk of {folder} "
+            f"has {format_bytes(free)} free",
+            hint="fewer --steps, or --run on a larger disk",
+        )
 
 
 def _hash(*parts: object) -> str:

@@ -24,8 +24,8 @@ class TrainingMetrics:
     def __init__(self, path: Path, *, done: int = 0, trackers: Trackers | None = None) -> None:
         self._trackers = trackers
         if done and path.exists():
-            rows = path.read_text().splitlines(keepends=True)
-            write_text(path, "".join(row for row in rows if _step(row) <= done))
+            rows = path.read_bytes().splitlines(keepends=True)
+            write_text(path, "".join(row.decode() for row in rows if _step(row) <= done))
         self._file = path.open("a" if done else "w", buffering=1)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -43,9 +43,9 @@ class TrainingMetrics:
             self._trackers.close()
 
 
-def _step(row: str) -> float:
-    """The step of a row; a row cut off by a crash counts as after all."""
+def _step(row: bytes) -> float:
+    """The step of a row; a row cut off by a crash, or damaged, counts as after all."""
     try:
-        return float(parse_json(row)["step"])
+        return float(parse_json(row.decode())["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,56 @@ from hocket.training.order import permuted
 from hocket.training.tokenizer import Tokenizer
 
 Dtype = np.dtype[Any]
+Ids = npt.NDArray[Any]
 
 BATCH_CHARACTERS = 4_000_000
 
 
 def write_tokens(
-    path: Path, texts: Iterable[str], tokenizer: Tokenizer, dtype: Dtype
+    path: Path,
+    sources: Sequence[Iterable[str]],
+    tokenizer: Tokenizer,
+    dtype: Dtype,
+    quotas: Sequence[int] = (),
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Write all documents one after the other; their lengths and the largest id."""
+    """Write the documents of all sources one after the other; their lengths and the largest id.
+
+    Args:
+        quotas: tokens after which no further document of each source is read; where a source has
+            fewer, the others give more, in their order. Empty: all are read to their ends.
+    """
     end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
     lengths: list[int] = []
     largest = 0 if tokenizer.eos_id is None else tokenizer.eos_id
+    read = [_encoded(texts, tokenizer) for texts in sources]
     with named(path), path.open("wb") as file:
-        for texts_together in _batches(texts):
-            for ids in tokenizer.encode_batch(texts_together):
+
+        def write(documents: Iterator[Ids], most: float) -> int:
+            nonlocal largest
+            written = 0
+            while written < most and (ids := next(documents, None)) is not None:
                 if ids.size == 0:
                     continue
                 largest = max(largest, int(ids.max()))
                 file.write(ids.astype(dtype).tobytes())
                 file.write(end.tobytes())
                 lengths.append(ids.size + end.size)
+                written += lengths[-1]
+            return written
+
+        if not quotas:
+            for documents in read:
+                write(documents, math.inf)
+        else:
+            total = sum(map(write, read, quotas))
+            for documents in read:
+                total += write(documents, sum(quotas) - total)
     return np.array(lengths, np.int64), largest
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
+    for together in _batches(texts):
+        yield from tokenizer.encode_batch(together)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -56,6 +56,7 @@ class Tokens:
             line and reason.
         mixture: the sources that are drawn from by weight, in the order of the training file; empty
             where it is one.
+        partial: the sources were streamed, and read as far as the run's steps take them.
         files: of every other file of the folder, its bytes and their crc32. None: written by a
             version that did not list them.
     """
@@ -84,6 +85,7 @@ class Tokens:
     corrupt_records: int = 0
     corrupt: tuple[str, ...] = ()
     mixture: tuple[MixedSource, ...] = ()
+    partial: bool = False
     version: int = VERSION
     files: Mapping[str, tuple[int, int]] | None = None
 
@@ -104,6 +106,8 @@ class Tokens:
             )
         if self.unlearned_documents:
             text += f"; {self.unlearned_documents:,} left out: nothing of them is learned"
+        if self.partial:
+            text += "; of the streamed data as much as the steps take"
         if self.corrupt_records:
             text += f"; {self.corrupt_records:,} corrupt records skipped"
         return text
