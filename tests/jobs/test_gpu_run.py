@@ -298,3 +298,16 @@ def test_servers_are_predicted_too(
     if layout == "auto":
         assert found.alternatives[0].chosen
         assert settled.layout.axes_text() == "dp4"  # the model is small
+
+
+def test_no_failure_of_a_prediction_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of an estimate")
+
+    _, spec = job(layout="dp8")
+    monkeypatch.setattr(gpu_run, "predicted_gpu_run", fails)
+    forecast_policy.before(RunFolder(tmp_path), spec, JobRecorder(None))
+    why = json.loads((tmp_path / "forecast.json").read_text())["why"]
+    assert why == "the prediction failed: ZeroDivisionError: of an estimate"

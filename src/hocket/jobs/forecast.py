@@ -11,6 +11,7 @@ failure to predict fails a run: forecast.json gives the reason.
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,11 @@ def predicted_run(
         return _on_cores(spec, target, launcher, schedule, considered)
     except HocketError as error:
         return Forecast.none(layout, error.message), None
+    # A run on rented devices must not end because its prediction does: whatever an estimate of a
+    # foreign model raises becomes the reason.
+    except Exception:
+        why = traceback.format_exc(limit=-1).strip().splitlines()[-1]
+        return Forecast.none(layout, f"the prediction failed: {why}"), None
 
 
 UNMEASURED = "this machine has not been measured: hocket probe"
