@@ -241,3 +241,13 @@ def test_a_quantized_checkpoint_is_planned_as_it_is_run_and_that_is_printed(
     asked = ["plan", str(tmp_path), "--cluster", "8xH100", "--top", "1"]
     assert main([*asked, "--seq-len", "64", "--global-batch", "8"]) == 0
     assert "stored by gptq in 4 bits, 2 MB" in capsys.readouterr().out
+
+
+def test_a_page_says_whose_step_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of hocket itself, no GPU run of which was measured; of another stack not."""
+    asked = ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "64", "--top", "1"]
+    for stack, said in (([], True), (["--stack", "megatron-core"], False)):
+        assert main([*asked, *stack, "--html", str(tmp_path / "page.html")]) == 0
+        assert ("no run of hocket" in (tmp_path / "page.html").read_text()) is said
+        assert main([*asked, *stack]) == 0
+        assert ("no run of hocket" in capsys.readouterr().out) is said

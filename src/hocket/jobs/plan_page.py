@@ -21,8 +21,9 @@ def write_plan_page(found: TrainingPlan, path: str) -> Path:
         OptionError: a plan of CPU cores, or a path that cannot be written.
     """
     from hocket.catalogue.hardware import price_text
-    from hocket.jobs.plan import HEADERS, cells, train_command
+    from hocket.jobs.plan import HEADERS, OWN_CONSTANTS, cells, train_command
     from hocket.planning.plan import timeline_of
+    from hocket.planning.problem import OWN
     from hocket.reporting.plan_page import PlanPage, PlanRow, plan_html
 
     problem = found.problem
@@ -56,7 +57,7 @@ def write_plan_page(found: TrainingPlan, path: str) -> Path:
             headings=HEADERS,
             rows=rows,
             command="hocket " + shlex.join(train_command(found)),
-            notes=found.notes,
+            notes=(*found.notes, *((OWN_CONSTANTS,) if problem.stack == OWN else ())),
             capacity=problem.usable,
             pipeline=timeline_of(problem, found.best.layout),
             changes=found.explanation,
