@@ -154,7 +154,7 @@ def test_the_limit_holds_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--emulate-links", "nvlnk3"], "did you mean 'nvlink3'"),
+        (["--emulate-links", "nvlnk3"], "--emulate-links nvlink3"),
         (["--emulate-links", "pcie4@A100000"], "unknown GPU 'A100000'"),
         (["--emulate-links", "nvlink3x4+net100g"], "do not fill domains of 4"),
         (["--emulate-links", "pcie4", "--backend", "nccl"], "emulates links between CPU ranks"),

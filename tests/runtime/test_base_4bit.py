@@ -141,7 +141,7 @@ def test_the_plan_counts_the_frozen_layers_in_their_bytes() -> None:
     )
     assert layer.frozen
     assert stored == pytest.approx(linear * (1 - 0.5625 / 2))
-    asked = {"cluster": "1xRTX4090", "seq_len": 2048, "global_batch": 16, "lora_rank": 16}
+    asked = {"cluster": "1xRTX4090", "seq_len": 4096, "global_batch": 16, "lora_rank": 16}
     with pytest.raises(HocketError, match="does not fit"):
         plan_training("llama-3-8b", **asked)
     found = plan_training("llama-3-8b", **asked, quantize_base="nf4")

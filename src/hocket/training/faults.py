@@ -241,8 +241,11 @@ def _within_newest(checkpoints: Path, place: float | None) -> tuple[Path | None,
 
 
 def _fill(filler: Path) -> None:
-    """Fill the file system of `filler` to its last byte."""
-    with filler.open("wb", buffering=0) as file:
+    """Fill the file system of `filler` to its last byte, and whatever is freed there later, as when
+    another rank deletes an old checkpoint, until `filler` is deleted."""
+    file = filler.open("wb", buffering=0)
+
+    def fill() -> None:
         chunk = 1 << 16
         while chunk:
             try:
@@ -251,6 +254,15 @@ def _fill(filler: Path) -> None:
                 if error.errno != errno.ENOSPC:
                     raise
                 chunk //= 2
+
+    def stay_full() -> None:
+        with file:
+            while filler.exists():
+                fill()
+                time.sleep(0.001)
+
+    fill()
+    threading.Thread(target=stay_full, daemon=True).start()
 
 
 def _shut_down_connections() -> None:
