@@ -312,7 +312,7 @@ class _Making:
         return {**counts, "largest": largest}
 
     def _texts(self, sources: Sequence[data_paths.Source], text_field: str) -> Iterator[str]:
-        """The documents of some sources, whose progress is told."""
+        """The documents of some sources, whose progress is reported."""
         for source in sources:
             read = said = 0
             for text in data_sources.source_documents([source], text_field, self.corrupt):
