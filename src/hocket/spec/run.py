@@ -91,8 +91,7 @@ class TrainOptions:
             file's first record). One of: auto, text, chat, completion.
         chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
             chatml, llama-3, zephyr.
-        streaming: tokenize data while it is read, without storing files of the Hub; of text only as
-            much as --steps take.
+        streaming: tokenize data as it is read, storing no Hub files; of text what --steps take.
         max_corrupt_records: unreadable records (not JSON, no such field) that are skipped, each
             reported with file and line; one more ends the run.
         packing: documents in rows: across (concatenated, attention crosses documents), documents
