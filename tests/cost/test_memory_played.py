@@ -1,4 +1,4 @@
-"""Memory that is predicted in closed form, beside a step that is played on tensors without memory:
+"""Memory that is predicted in closed form, compared with a step on tensors without memory:
 what that counts is what ranks count (tests/training/test_recompute.py)."""
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def test_the_closed_form_is_within_5_percent(
     )
     schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
     job = StepProblem(shape=shape, layout=spec.layout, workload=spec.workload, schedule=schedule)
-    played = forecast_memory(spec, schedule if spec.layout.num_stages > 1 else None)
+    counted_rows = forecast_memory(spec, schedule if spec.layout.num_stages > 1 else None)
     near = 0.01 if spec.layout.schedule == "zero-bubble" else 0.05
-    for predicted, counted in zip(memory_rows(job), played, strict=True):
+    for predicted, counted in zip(memory_rows(job), counted_rows, strict=True):
         assert predicted["total"] == pytest.approx(counted.total, rel=near), (predicted, counted)
         assert predicted["parameters"] == pytest.approx(counted.parameters, rel=0.01)
         assert predicted["gradients"] == pytest.approx(counted.gradients, rel=0.01)

@@ -202,22 +202,37 @@ def test_a_forecast_of_before_there_were_ranges_is_read() -> None:
 @pytest.mark.parametrize(
     ("environment", "ranks", "name"),
     [
-        ({}, None, "1x8xH100-SXM-80"),
-        ({}, 4, "1x4xH100-SXM-80"),
+        ({}, 1, "1x8xH100-SXM-80"),
+        ({}, 4, "1x8xH100-SXM-80"),
+        ({}, 16, "2x8xH100-SXM-80"),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 16, "2x8xH100-SXM-80"),
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, None, "2x8xH100-SXM-80"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 1, "2x8xH100-SXM-80"),
         ({"SLURM_STEP_NUM_NODES": "4"}, 32, "4x8xH100-SXM-80"),
-        ({"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": "8"}, None, "1x8xH100-SXM-80"),
+        ({"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": "8"}, 1, "1x8xH100-SXM-80"),
     ],
 )
 def test_the_gpus_of_a_run(
-    environment: dict[str, str], ranks: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], ranks: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    found = gpu_run.gpu_cluster("auto", ranks)
+    found = gpu_run.gpu_cluster("auto", at_least=ranks)
     assert found is not None
     assert found.name == name
+
+
+def test_a_run_on_some_gpus_of_a_probed_machine_is_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `hocket plan --cluster auto --layout dp2` is; a layout is chosen for as many as asked."""
+    probed = measured_cluster(gpus("NVIDIA A100-SXM4-80GB"))
+    monkeypatch.setattr(machine, "kept", lambda device="auto": probed)
+    _, spec = job(model="llama-3.2-1b", layout="dp2:microbatches=8", seq_len=2048, global_batch=32)
+    assert forecast.run_target(spec) == probed
+    assert gpu_run.gpu_cluster("auto") == probed
+    fewer = gpu_run.gpu_cluster("auto", exactly=2)
+    assert fewer is not None
+    assert fewer.num_gpus == 2
 
 
 def test_a_probed_machine_has_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ def ratios(model: str) -> dict[str, float]:
 def test_closed_forms_are_the_replay(model: str) -> None:
     found = ratios(model)
     assert len(found) >= 9
-    off = {text: f"{ratio - 1:+.1%}" for text, ratio in found.items() if abs(ratio - 1) > 0.12}
+    most = 0.12 if shapes.shape(model).experts else 0.06
+    off = {text: f"{ratio - 1:+.1%}" for text, ratio in found.items() if abs(ratio - 1) > most}
     assert not off
     middle = sorted(found.values())[len(found) // 2]
     assert middle == pytest.approx(1, abs=0.03)

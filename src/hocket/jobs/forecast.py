@@ -62,7 +62,7 @@ def run_target(spec: RunSpec, cluster: str = "auto") -> Machine | None:
         OptionError: a cluster that cannot be read, or holds no measurements for a run on CPU.
     """
     if on_cuda(spec.options):
-        return gpu_run.gpu_cluster(cluster, spec.layout.world_size)
+        return gpu_run.gpu_cluster(cluster, at_least=spec.layout.world_size)
     return measurements(cluster, "cpu")
 
 

@@ -144,7 +144,7 @@ def _on_gpus(
 
     request = job.request
     cluster = AUTO if request.cluster == NONE else request.cluster
-    gpus = gpu_run.gpu_cluster(cluster, request.ranks)
+    gpus = gpu_run.gpu_cluster(cluster, exactly=request.ranks)
     if gpus is None:
         count = request.ranks or visible_gpus()
         plain = Layout(dp=count, zero=1, microbatches=request.layout.microbatches)

@@ -34,14 +34,15 @@ PROPOSED = 50
 """Layouts of the planner among which the first that a run can have is taken."""
 
 
-def gpu_cluster(cluster: str, ranks: int | None = None) -> Cluster | None:
+def gpu_cluster(cluster: str, *, at_least: int = 1, exactly: int | None = None) -> Cluster | None:
     """The GPUs that a run is predicted for; None: the catalogue does not have this host's, and no
     probe has found them.
 
     Args:
         cluster: `auto`: this host's GPUs as they were probed, else by the catalogue, and as many
             such hosts as the launcher started; or a name or file as `hocket plan --cluster` takes.
-        ranks: of the run, if that is known: at least so many GPUs.
+        at_least: ranks of the run; a machine of fewer GPUs is taken as one of so many.
+        exactly: GPUs that a layout is chosen for, of those that `auto` finds. None: all.
 
     Raises:
         OptionError: no such cluster.
@@ -55,12 +56,13 @@ def gpu_cluster(cluster: str, ranks: int | None = None) -> Cluster | None:
         return machine.named_cluster(cluster)
     hosts, here = _hosts(os.environ), visible_gpus()
     kept = machine.kept("cuda") if hosts == 1 else None
-    if kept is not None and not kept.is_cpu and ranks in (None, kept.num_gpus):
+    there = 0 if kept is None or kept.is_cpu else kept.num_gpus
+    if kept is not None and at_least <= there and exactly in (None, there):
         return kept
     gpu = kept.node.gpu.name if kept is not None else gpu_here()
     if gpu is None:
         return None
-    count = ranks or here * hosts
+    count = exactly or max(at_least, here * hosts)
     per_host = -(-count // hosts)
     try:
         return named(f"{hosts}x{per_host}x{gpu}" if hosts > 1 else f"{max(1, count)}x{gpu}")

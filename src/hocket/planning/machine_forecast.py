@@ -1,6 +1,6 @@
 """The forecast of a training job on CPU cores that were measured.
 
-ModelShape x Measured x Layout x batch -> StepPrices -> the very Schedule, played on the
+ModelShape x Measured x Layout x batch -> StepPrices -> the very Schedule, simulated on the
 machine's cores -> Timeline, step time, memory
 """
 
@@ -123,18 +123,18 @@ def forecast_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Forecast, T
     rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)
     unlike = machine.unlike(layout.world_size)
-    played = simulate_step(schedule, layout, prices, machine.slowdown, unlike=unlike)
+    simulated = simulate_step(schedule, layout, prices, machine.slowdown, unlike=unlike)
     memory = memory_rows(job)
     timeline = dataclasses.replace(
-        played.timeline, peak_bytes=tuple(row["total"] for row in memory)
+        simulated.timeline, peak_bytes=tuple(row["total"] for row in memory)
     )
     measured = machine.measured
     talk = exposed(schedule, layout, prices)
     busy = [sum(e.end - e.start for e in timeline.events if e.lane == lane) for lane in LANES]
     found = Forecast(
         layout=str(layout),
-        step_seconds=played.seconds,
-        tokens_per_second=workload.global_batch * workload.seq_len / played.seconds,
+        step_seconds=simulated.seconds,
+        tokens_per_second=workload.global_batch * workload.seq_len / simulated.seconds,
         bubble=timeline.bubble,
         idle=timeline.idle,
         memory=tuple(memory),

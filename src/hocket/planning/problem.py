@@ -288,7 +288,7 @@ class Problem:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
 
         Args:
-            layouts: equal in `played`: one schedule is simulated for all of them.
+            layouts: equal in `played_microbatches` and schedule: one is simulated for all.
             times: their prices.
         """
         first = layouts[0]
@@ -332,7 +332,7 @@ class Problem:
         return simulate(_schedule(plain, count), prices)
 
     def stage_seconds(self, first: Layout, times: StepTimes) -> dict[str, Floats]:
-        """Seconds of a microbatch by action and stage, [r, stages], for layouts equal in `played`.
+        """Seconds of a microbatch by action and stage, [r, stages], for layouts as in `pipelines`.
 
         Args:
             first: one of them. times: of all.
