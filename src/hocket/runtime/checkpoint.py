@@ -123,7 +123,7 @@ def save_checkpoint(
         world: the ranks that save together; None: those of `parallel.mesh`, or this one alone.
         keep: checkpoints that stay, apart from those of multiples of `keep_every` steps (0: none).
             Older ones are deleted once this one is verified.
-        begin: called first; an OSError of it counts as one of writing.
+        begin: called before anything is written; an OSError of it counts as one of writing.
 
     Returns:
         The checkpoint's folder.
@@ -137,9 +137,9 @@ def save_checkpoint(
         keep=keep, keep_every=keep_every,
     )  # fmt: skip
     with _together(world, job):
-        begin()
         if world.rank == 0:
-            job.make()
+            job.make()  # which frees what an earlier save left
+        begin()
     with _together(world, job):
         state = RankState(parallel, optimizer_state)
         job.write(world.rank, state, state.live())
