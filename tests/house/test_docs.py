@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -217,6 +218,7 @@ def test_commands_run_in_their_order(
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         request.getfixturevalue("stack").enter_context(hub(*repos_of_the_page(tmp_path)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello.\n"))  # what a conversation reads
     for name in ("CHANGELOG.md", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     for number, code in enumerate(blocks(page, "toml")):

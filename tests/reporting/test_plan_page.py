@@ -29,7 +29,8 @@ def column(view: Any, number: int) -> list[str]:
 def test_a_plan_as_a_page(chromium: Any, tmp_path: Path, width: int) -> None:  # noqa: F811
     file = tmp_path / "plan.html"
     flags = ["plan", "llama-3-70b", "--cluster", "4x8xH100", "--seq-len", "4096"]
-    assert main([*flags, "--global-batch", "64", "--top", "4", "--html", str(file)]) == 0
+    flags += ["--global-batch", "64", "--pin", "pp=4", "--top", "4"]  # a pipeline is drawn
+    assert main([*flags, "--html", str(file)]) == 0
     view = chromium.new_page(viewport={"width": width, "height": 900})
     errors: list[str] = []
     view.on("pageerror", lambda error: errors.append(str(error)))
