@@ -431,3 +431,80 @@ def test_a_run_that_is_not_there_names_those_that_are(
 def test_lora_of_a_configuration_names_the_weights(refused: Run, text: str) -> None:
     said = refused("train", "llama-3-8b", "--data", text, "--lora-rank", "4")
     assert "hocket train meta-llama/Meta-Llama-3-8B" in said
+
+
+@pytest.mark.parametrize(
+    "command", [("train", "--data", "text.txt"), ("check", "--layout", "dp2"), ("compare",)]
+)
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--backend", "nccl"], "--backend nccl connects CUDA devices; this job would run on cpu"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+    ],
+)
+def test_what_needs_a_gpu_is_rejected_before_ranks_start(
+    refused: Run, text: str, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...],
+    flags: list[str], words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    verb, *rest = command
+    said = refused(verb, "tiny-llama", *rest, *flags)
+    assert words in said
+    assert said.endswith((" --backend auto\n", " --device cpu\n"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (
+            ["train", "tiny-llama", "text.txt", "--steps", "2"],
+            "tiny-llama --steps 2 --data text.txt",
+        ),
+        (["train", "tiny-llama", "a.txt", "b.txt"], "tiny-llama --data a.txt b.txt"),
+        (["generate", "tiny-llama", "Once upon"], "tiny-llama --prompt 'Once upon'"),
+        (["check", "tiny-llama", "tp2"], "tiny-llama --layout tp2"),
+        (["serve", "tiny-llama", "8000"], "--help"),
+    ],
+)
+def test_a_second_positional_argument(refused: Run, arguments: list[str], hint: str) -> None:
+    said = refused(*arguments)
+    assert f"unexpected argument {arguments[2]!r}" in said
+    assert said.endswith(f"hint: hocket {arguments[0]} {hint}\n")
+
+
+def test_data_in_place_of_a_model(refused: Run, text: str) -> None:
+    said = refused("train", text)
+    assert f"{text} is a file; a model is" in said
+    assert f"hocket train MODEL --data {text}" in said
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "serve"])
+def test_a_key_that_is_far_from_all(refused: Run, tmp_path: Path, verb: str) -> None:
+    (tmp_path / "run.yaml").write_text("zzzqq: 8\n")
+    said = refused(verb, "--config", "run.yaml")
+    assert said.count("\n") == 2
+    assert len(said) < 200
+    assert said.endswith(f"hint: hocket {verb} --help all lists every option\n")
+
+
+def test_a_key_that_is_near_some(refused: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("batchsize_global: 8\n")
+    said = refused("train", "--config", "run.yaml")
+    assert "unknown option 'batchsize_global'; the nearest are micro_batch_size, " in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        (["--set", "a.b=c"], "hocket train --help all lists every option"),
+        (["--set", "training.warmpu=2"], "hocket train tiny-llama --set training.warmup=2"),
+        (["--set=warmpu=2", "--set", "lr=1"], "tiny-llama --set=warmup=2 --set lr=1"),
+        (["--set", "batch_size=2"], "use --global-batch"),
+    ],
+)
+def test_a_setting_of_no_option(refused: Run, setting: list[str], hint: str) -> None:
+    said = refused("train", "tiny-llama", *setting)
+    assert f"--set {setting[-1 if len(setting) == 2 else 0].removeprefix('--set=')}: " in said
+    assert "hocket train has no option" in said
+    assert hint in said

@@ -7,7 +7,9 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -381,3 +383,32 @@ def test_set_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "plan", "m", "--set", "top")
     assert code == 2
     assert "--set top has no value" in err
+
+
+def test_an_interrupt_while_the_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hocket import __main__ as command
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    module = types.ModuleType("hocket.cli.main")
+    module.__getattr__ = interrupted  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "hocket.cli.main", module)
+    assert command.main() == 130
+    assert capsys.readouterr().err == "hocket: interrupted\n"
+
+
+def test_an_interrupt_inside_exec_is_an_exit_code_as_well() -> None:
+    """CPython remembers one that passed an exec(), as a dataclass has, and would end by SIGINT."""
+    code = (
+        "from hocket.cli import main as m\n"
+        "def verb(arguments): exec('raise KeyboardInterrupt')\n"
+        "m._verb = verb\n"
+        "raise SystemExit(m.main([]))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (130, "hocket: interrupted\n")

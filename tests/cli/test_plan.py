@@ -149,7 +149,13 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ("flags", "said"),
     [
         (["llama-3-9b", *ASKED[1:]], "the catalogue has 'llama-3-8b', another size"),
-        (["llama-3-8b", "--cluster", "8xH10O", "--global-batch", "8"], "did you mean 'H100"),
+        (
+            ["llama-3-8b", "--cluster", "8xH10O", "--global-batch", "8"],
+            "hint: hocket plan llama-3-8b --cluster 8xH100-SXM-80 --global-batch 8",
+        ),
+        (["llama-3-8b", "--cluster", "8xH10"], "the nearest are H100-SXM-80, H20-SXM-96, A10-24 ("),
+        (["llama-3-8b", "--cluster", "8xXYZ", "--serve"], "hint: hocket models --gpus lists all"),
+        (["llama-3-8b", "8xH100"], "hint: hocket plan llama-3-8b --cluster 8xH100\n"),
         (["llama-3-8b", "--global-batch", "8"], "which GPUs?"),
         (["llama-3-8b", "--cluster", "8xH100"], "how many sequences"),
         (["--cluster", "8xH100"], "which model?"),

@@ -149,8 +149,9 @@ def test_what_has_no_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_the_ledger_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "")
-    assert ledger.ledger_file() is None
+    for off in ("", "0"):
+        monkeypatch.setenv("HOCKET_LEDGER", off)
+        assert ledger.ledger_file() is None
     assert ledger.append(make(tmp_path / "run")) is None
     monkeypatch.delenv("HOCKET_LEDGER")
     monkeypatch.setenv("XDG_DATA_HOME", "/data")

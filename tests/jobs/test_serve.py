@@ -325,9 +325,12 @@ def test_a_server_whose_parent_is_killed_leaves_no_process(tmp_path: Path) -> No
     assert gone(run)
 
 
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("number", "there"),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)],
+)
 def test_a_server_that_is_ended_before_it_is_ready_leaves_no_run(
-    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, there: bool
 ) -> None:
     monkeypatch.setattr(job, "ENTRY", "tests.jobs.replica_cases:never")
     run, notes = tmp_path / "run", []
@@ -337,7 +340,7 @@ def test_a_server_that_is_ended_before_it_is_ready_leaves_no_run(
     def end() -> None:
         while not (run / "0-0-0").exists():  # once there is a rank, signals are heard
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     def on_event(event: dict[str, Any]) -> None:
         assert event["event"] != "ready"
@@ -345,8 +348,11 @@ def test_a_server_that_is_ended_before_it_is_ready_leaves_no_run(
         if event == {"event": "phase", "name": "starting ranks"}:
             threading.Thread(target=end).start()
 
-    found = hocket.serve(where, run=run, on_event=on_event, **SMALL)
-    assert found.drained
+    if number == signal.SIGINT:  # as Ctrl-C of any other program
+        with pytest.raises(KeyboardInterrupt):
+            hocket.serve(where, run=run, on_event=on_event, **SMALL)
+    else:
+        assert hocket.serve(where, run=run, on_event=on_event, **SMALL).drained
     assert "ended before it was ready; no run was recorded" in notes
     assert run.exists() == there
     assert not any((run / name).exists() for name in ("run.json", "forecast.json", "measured.json"))

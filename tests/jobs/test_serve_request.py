@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused(
             "--pipeline-split 1-1",
         ),
         ({"layout": "tp2.pp3", "pipeline_split": "2-0-0"}, "leaves a stage", "--layout pp2.tp2"),
-        ({"backend": "nccl"}, "nccl joins CUDA devices; .* run on cpu", "--backend auto"),
+        ({"backend": "nccl"}, "nccl connects CUDA devices; .* run on cpu", "--backend auto"),
         ({"threads": 100_000}, "threads is 100000; this machine has [0-9]+ core", "--threads "),
         ({"served_model_name": ""}, "served_model_name is ''", "--served-model-name"),
         ({"served_model_name": " "}, "served_model_name is ' '", "--served-model-name"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from typing import Any
 
 from hocket.launch import Launcher
@@ -20,6 +22,9 @@ def main() -> None:
     try:
         with Launcher(warm=False) as launcher:
             print("server", launcher._server.pid, flush=True)
+            if os.environ.get("STOPPED"):  # as deaf as while it imports torch
+                os.kill(launcher._server.pid, signal.SIGSTOP)
+                threading.Timer(1.0, print, ("running",), {"flush": True}).start()
             launcher.run("tests.launch.cases:wait", int(sys.argv[1]), on_event=hear)
     except KeyboardInterrupt:
         print("interrupted", flush=True)

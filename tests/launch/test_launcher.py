@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.launch import Launcher
+from hocket.launch.watch import LEAVE
 from hocket.spec.errors import LayoutError, OptionError, RankFailure
 from tests.ranks import ROOT, RankPool
 
@@ -224,6 +225,27 @@ def test_a_signal_to_the_parent_leaves_no_process(number: int, code: int) -> Non
             time.sleep(0.05)
         assert not [pid for pid in pids if alive(pid)]
         assert ("interrupted" in parent.stdout.read()) == (number == signal.SIGINT)
+    finally:
+        parent.kill()
+        parent.stdout.close()
+
+
+@ranks_needed
+def test_an_interrupt_while_the_server_imports_does_not_wait_for_it() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch.parent", "2"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "STOPPED": "1"},
+    )
+    assert parent.stdout is not None
+    try:
+        server = int(parent.stdout.readline().split()[1])
+        assert parent.stdout.readline() == "running\n"
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(timeout=LEAVE + 3.0) == 130  # to ask it first would take 5 s more
+        assert not alive(server)
     finally:
         parent.kill()
         parent.stdout.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
+from hocket.jobs import rehearsal_workers
 from hocket.jobs import rehearse as job
 from hocket.jobs.rehearsal_text import rehearsal_report
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed
@@ -466,3 +468,24 @@ def test_the_command_prints_one_object(
     out = capfd.readouterr().out
     assert code == 0
     assert json.loads(out).keys() == KEYS
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "hint"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "ended with signal SIGKILL", "free memory ("),
+        ("raise MemoryError('std')", "ended with code 1: MemoryError: std", "free memory ("),
+        ("import no_such_library", "code 1: ModuleNotFoundError: No module named", "hocket doctor"),
+    ],
+)
+def test_a_worker_that_is_gone_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, command: str, message: str, hint: str
+) -> None:
+    monkeypatch.setattr(rehearsal_workers, "COMMAND", (sys.executable, "-c", command))
+    with RehearsalWorkers(1) as workers, pytest.raises(HocketError) as caught:
+        list(workers.run([{}]))
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(hint)
+    assert ("Traceback" in "".join(caught.value.__notes__)) == ("SIGKILL" not in message)

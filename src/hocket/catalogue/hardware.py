@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import difflib
 import functools
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any
 
 from hocket.catalogue import machine_file
 from hocket.spec.cluster import Cluster, Gpu, Node
-from hocket.spec.errors import OptionError, nearest, unknown
+from hocket.spec.errors import OptionError, unknown
 from hocket.spec.units import parse_bandwidth
 
 
@@ -152,7 +153,7 @@ def cluster(text: str) -> Cluster:
             )
         return _named(int(first or 1), node(name))
     if kind is None and not _is_gpu(name):
-        raise _unknown("GPU or node", name, (*gpu_names(), *node_names()))
+        raise _unknown("GPU or node", name, (*gpu_names(), *node_names()), text.strip())
     device = gpu(name)
     kind = _nodes_of(device.name)[0] if kind is None else kind
     whole = node(kind, device)
@@ -231,16 +232,24 @@ def _is_gpu(name: str) -> bool:
     return True
 
 
-def _unknown(kind: str, name: str, choices: Iterable[str]) -> OptionError:
-    options = list(choices)
+def _unknown(kind: str, name: str, choices: Iterable[str], text: str | None = None) -> OptionError:
+    """The error of an unknown name, the nearest ones in it; `text` is the cluster that has it."""
     spellings: dict[str, str] = {}
-    for option in options:  # the first entry that begins so: `h10o` is near `h100`
+    for option in choices:  # the first entry that begins so: `h10o` is near `h100`
         parts = option.lower().split("-")
         for end in range(1, len(parts) + 1):
             spellings.setdefault("-".join(parts[:end]), option)
-    near = nearest(name.lower(), spellings)
-    hint = f"did you mean {spellings[near]!r}?" if near else f"known: {', '.join(options)}"
-    return OptionError(f"unknown {kind} {name!r}", hint=hint)
+    found = difflib.get_close_matches(name.lower(), list(spellings), n=6, cutoff=0.5)
+    near = list(dict.fromkeys(spellings[spelling] for spelling in found))[:3]
+    listed = "hocket models --gpus lists all"
+    where = "" if text in (None, name) else f" in {text!r}"
+    if not near:
+        return OptionError(f"unknown {kind} {name!r}{where}", hint=listed)
+    first = near[0] if text is None else text.replace(name, near[0])
+    return OptionError(
+        f"unknown {kind} {name!r}{where}; the nearest are {', '.join(near)} ({listed})",
+        hint=f"did you mean {first!r}?",
+    )
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from hocket.cli.flags import explicit, parse_flags
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.options_file import toml
-from hocket.spec.synonyms import nearest_option
+from hocket.spec.synonyms import EXPLAINED, nearest_option
 
 OWN = ("train",)
 """Verbs that read the file themselves: a layout in it and flags are merged field by field."""
@@ -134,7 +134,7 @@ def _expanded_settings(
             near = nearest_option(name, names)
             raise OptionError(
                 f"{path}: unknown option {name!r} of hocket {verb}",
-                hint=f"did you mean {near!r}?" if near else f"hocket config show {verb} lists them",
+                hint=f"did you mean {near!r}?" if near else _listed(verb),
             )
         if name in written or (flag.positional and positional):
             continue
@@ -149,6 +149,10 @@ def _expanded_settings(
             joined = "-".join(values)
             found.append(f"{spelling.spelled(name)}={joined}")
     return [*found, *rest] if not positional else [rest[0], *found, *rest[1:]]
+
+
+def _listed(verb: str) -> str:
+    return f"hocket {verb} --help all lists every option"
 
 
 def _text(value: Any) -> str:
@@ -173,7 +177,21 @@ def _set(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.Flag]
         if not equals:
             raise OptionError(f"--set {argument} has no value", hint=f"--set {argument}=VALUE")
         flag = spelling.spelled(name)
-        (flag,) = spelling.current(verb, [flag], known) or [flag]
+        try:
+            (flag,) = spelling.current(verb, [flag], known) or [flag]
+        except OptionError as error:
+            near = nearest_option(name, known)
+            group = argument.partition("=")[0].rpartition(".")[0]
+            mended = f"{group}.{near}={value}" if group else f"{near}={value}"
+            words = [
+                word.replace(argument, mended) if word.endswith(argument) else word
+                for word in arguments
+            ]
+            hint = _listed(verb) if near is None else shlex.join(["hocket", verb, *words])
+            raise OptionError(
+                f"--set {argument}: hocket {verb} has no option {name!r}",
+                hint=error.hint if name in EXPLAINED else hint,
+            ) from error
         option = known[flag[2:].replace("-", "_")]
         if not option.switch:
             found.append(f"{flag}={value}")

@@ -6,6 +6,7 @@ The names are those of `spec.run` and `spec.layout`; a test holds them together.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
@@ -127,9 +128,28 @@ def parse_flags(kind: type[Kind], verb: str, arguments: Sequence[str], default: 
     )  # fmt: skip
     if beyond:
         raise OptionError(
-            f"unexpected argument {beyond[0]!r} of hocket {verb}", hint=f"hocket {verb} --help"
+            f"unexpected argument {beyond[0]!r} of hocket {verb}",
+            hint=_meant(verb, arguments, beyond) or f"hocket {verb} --help",
         )
     return found
+
+
+SECOND = {
+    "train": "--data", "generate": "--prompt", "plan": "--cluster", "links": "--cluster",
+    "check": "--layout", "rehearse": "--layout", "export": "--to",
+}  # fmt: skip
+"""The flag of what is most often written after the model."""
+
+
+def _meant(verb: str, arguments: Sequence[str], beyond: Sequence[str]) -> str | None:
+    """The command with what no flag takes as the value of one; None where that one is given."""
+    flag = SECOND.get(verb)
+    if flag is None or flag[2:] in explicit(arguments):
+        return None
+    kept = list(arguments)
+    for argument in beyond:
+        kept.remove(argument)
+    return shlex.join(["hocket", verb, *kept, flag, *beyond])
 
 
 def _lists(kind: Any) -> frozenset[str]:

@@ -46,6 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     if flags.layout is None:
         raise OptionError("which layout?", hint="--layout dp4.tp2")
     if flags.global_batch is None:
+        if flags.cluster != "auto":  # its own mistakes first: the hint below is to run
+            from hocket.jobs.machine import named_cluster
+
+            named_cluster(flags.cluster)
         raise OptionError("how many sequences make a step?", hint="--global-batch 64")
     from hocket.jobs import link_prices
 

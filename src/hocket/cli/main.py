@@ -117,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, arguments)
     except KeyboardInterrupt:
         print("hocket: interrupted", file=sys.stderr)
+        exec("")  # resets CPython's mark of an interrupted exec(), which would end it by SIGINT
         return 130
     except BrokenPipeError:
         # The reader of stdout has gone, as `| head` does: nothing more can be said there.

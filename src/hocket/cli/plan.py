@@ -174,6 +174,10 @@ def main(arguments: Sequence[str]) -> int:
     if flags.cluster is None:
         raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
     if flags.global_batch is None:
+        if flags.cluster != "auto":  # its own mistakes first: the hint below is to run
+            from hocket.jobs.machine import named_cluster
+
+            named_cluster(flags.cluster)
         raise OptionError("how many sequences make a step?", hint="--global-batch 512")
     if flags.emit is not None and flags.lora_rank is not None:
         raise OptionError(

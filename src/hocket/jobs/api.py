@@ -204,7 +204,7 @@ def _known(job: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     found = renamed.present_options(options, names)
     for name in found:
         if name not in names:
-            raise unknown_option(name, names)
+            raise unknown_option(name, names, "plan")
     return {"precision" if name == "dtype" else name: value for name, value in found.items()}
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from hocket.jobs.precision import device_kind
 from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
 from hocket.jobs.validate import validate_layout
@@ -48,6 +49,7 @@ def check_layout(
         )
     if dtype == "fp64" and request.options.lora_rank is not None:
         raise OptionError("peft's adapters are not made in fp64", hint="--dtype fp32")
+    device_kind(request.options)
     options = dataclasses.replace(request.options, dropout=0.0, grad_dtype=dtype)
     request = dataclasses.replace(request, data=(), options=options)
     options = request.options

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hocket.jobs import forecast_policy, links, memory
-from hocket.jobs.precision import on_cuda
+from hocket.jobs.precision import device_kind, on_cuda
 from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
 from hocket.jobs.validate import validate_layout
@@ -233,6 +233,7 @@ class Bench:
                 f"dtype is {request.workload.dtype}; equality is checked in fp32",
                 hint="--dtype fp32",
             )
+        device_kind(request.options)
         options = dataclasses.replace(request.options, dropout=0.0)
         self.request = dataclasses.replace(request, data=(), options=options)
         self.asked = asked

@@ -2,7 +2,7 @@
 
     $HOCKET_LEDGER, else $XDG_DATA_HOME/hocket/ledger.jsonl, else ~/.local/share/hocket/...
 
-An empty HOCKET_LEDGER keeps no ledger. Lines are appended whole, under a lock, so that runs that
+HOCKET_LEDGER=0 (or empty) keeps none. Lines are appended whole, under a lock, so that runs that
 end together do not mix theirs; a line that a crash has torn is ended first and passed over later.
 
 Of a server is compared what was measured with the same in a step: of rounds of tokens and of steps
@@ -53,7 +53,7 @@ def ledger_file() -> Path | None:
     """Where the ledger lies; None where none is kept."""
     asked = os.environ.get(VARIABLE)
     if asked is not None:
-        return Path(asked).expanduser() if asked else None
+        return None if asked in ("", "0") else Path(asked).expanduser()
     home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(home).expanduser() / "hocket" / "ledger.jsonl"
 

@@ -25,6 +25,29 @@ def on_cuda(options: TrainOptions) -> bool:
     return cuda_shows()
 
 
+def device_kind(options: TrainOptions) -> str:
+    """What ranks will compute on, cpu or cuda, known before they start.
+
+    Raises:
+        OptionError: no CUDA device is there, or the backend does not serve these devices.
+    """
+    kind = "cuda" if on_cuda(options) else "cpu"
+    if options.device == "cuda":
+        from hocket.launch.launcher import cuda_shows
+
+        if not cuda_shows():
+            raise OptionError(
+                "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
+            )
+    if options.backend != "auto" and (options.backend == "nccl") != (kind == "cuda"):
+        serves = "CUDA devices" if options.backend == "nccl" else "CPU ranks"
+        raise OptionError(
+            f"--backend {options.backend} connects {serves}; this job would run on {kind}",
+            hint="--backend auto",
+        )
+    return kind
+
+
 def reject_precision(
     workload: Workload, options: TrainOptions, layout: Layout, schedule: Schedule | None = None
 ) -> None:

@@ -123,9 +123,7 @@ def prepare_job(request: JobRequest, *, world_size: int | None = None) -> Prepar
 
 
 def device_checked(options: TrainOptions) -> None:
-    """Refuse a device, or a folder in memory, that is not there. Raises OptionError."""
-    from hocket.launch.launcher import cuda_shows
-
+    """Refuse a device, a backend or a folder in memory that is not there. Raises OptionError."""
     memory_folder = RunFolder(".").state_copies.parents[1]
     if options.replicate_state and not os.access(memory_folder, os.W_OK):
         raise OptionError(
@@ -133,10 +131,7 @@ def device_checked(options: TrainOptions) -> None:
             "which is not a folder that can be written to",
             hint="HOCKET_STATE_COPIES=DIR of a file system in memory, or --replicate-state 0",
         )
-    if options.device == "cuda" and not cuda_shows():
-        raise OptionError(
-            "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
-        )
+    precision.device_kind(options)
 
 
 def _with_weights(name: str) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -101,11 +102,7 @@ class RehearsalWorkers:
             index, event = self._events.get()
             process = self._processes[index]
             if event is None:
-                process.wait()
-                raise HocketError(
-                    f"a worker of the rehearsal ended with code {process.returncode}\n"
-                    + "".join(self._stderr[index])
-                )
+                raise worker_ended(process.wait(), "".join(self._stderr[index]))
             if "error" in event:
                 left.clear()
                 failure = failure or _error(event)
@@ -139,6 +136,23 @@ def _listen(index: int, stdout: IO[str], events: Any) -> None:
 def _error(event: dict[str, Any]) -> HocketError:
     kind = getattr(errors, event.get("kind") or "", HocketError)
     return kind(event["error"], hint=event.get("hint"))  # type: ignore[no-any-return]
+
+
+def worker_ended(code: int, stderr: str) -> HocketError:
+    """The error of a worker that is gone: how it ended and the last thing it said; all it said is
+    a note of the exception."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+    last = f": {_message(lines)}" if lines else ""
+    memory = code == -signal.SIGKILL or "MemoryError" in last or "allocate memory" in last
+    failed = HocketError(
+        f"a process of the rehearsal ended with {how}{last}",
+        hint=f"free memory (each of up to {MOST} such processes takes about 1 GB), and run it again"
+        if memory
+        else "hocket doctor, which lists what is missing here",
+    )
+    failed.add_note(stderr)
+    return failed
 
 
 class StepFailed(ModelError):

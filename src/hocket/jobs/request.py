@@ -380,8 +380,6 @@ def check_options(options: TrainOptions) -> None:
     _one_of("data_format", options.data_format, DATA_FORMATS)
     if options.packing is not None:
         _one_of("packing", options.packing, PACKINGS)
-    if options.backend == "nccl" and options.device == "cpu":
-        raise OptionError("the backend nccl needs CUDA devices", hint="--backend auto")
 
 
 def _check_lora(options: TrainOptions) -> None:

@@ -211,7 +211,8 @@ class Launcher:
         finally:
             # A second Ctrl-C may not leave ranks behind: the server's death ends them surely.
             try:
-                if not ended and not watch.end():
+                # Before its first rank the server imports, and reads nothing for seconds.
+                if not ended and not (watch.any_rank and watch.end()):
                     self._kill()
             except BaseException:
                 self._kill()

@@ -348,6 +348,11 @@ class Watch:
         numbers = [e.rank for e in entries if not e.ended]
         lines.send(self.control, {"do": "signal", "signal": int(number), "ranks": numbers})
 
+    @property
+    def any_rank(self) -> bool:
+        """Whether the server has answered that it started a rank."""
+        return any(entry.pid is not None for entry in self.ranks)
+
     def end(self) -> bool:
         """End every rank that lives: asked first, then killed. False if some would not go."""
         living = [entry for entry in self.ranks if not entry.ended]

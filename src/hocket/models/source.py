@@ -120,7 +120,10 @@ def resolve_model(
     if path.exists():
         raise fetched.unread_format(
             text, [path.name], fetched.base_in(path.with_name("README.md"))
-        ) or (ModelError(f"{text} is neither a directory nor a config.json"))
+        ) or ModelError(
+            f"{text} is a file; a model is a directory, a config.json or a name",
+            hint=f"data is given after the model: hocket train MODEL --data {text}",
+        )
     repo = repo_id.parse_repo(text)
     if repo is not None:
         try:

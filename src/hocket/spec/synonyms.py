@@ -5,6 +5,7 @@ A synonym is accepted wherever its target is known and the name itself is not.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 
 from hocket.spec.errors import CUTOFF, OptionError, nearest
@@ -120,6 +121,7 @@ EXPLAINED = {
     "configuration names, into --dtype",
     "swap_space": "leave it out: preempted requests are prefilled again, and nothing is swapped",
     "warmup_ratio": "use --warmup: steps, not a fraction",
+    "api_key": "use --api-key-file FILE: other users of the machine see its command lines",
     "prompt_file": "use the file as standard input: hocket generate MODEL < FILE",
     "interactive": "use --chat",
     "flash_attn": "leave it out: flash kernels are taken where the device has them",
@@ -145,8 +147,13 @@ def nearest_option(name: str, known: Collection[str]) -> str | None:
     return None if near is None else names[near]
 
 
-def unknown_option(name: str, known: Collection[str]) -> OptionError:
-    """The error for a name that is not an option, with the nearest one."""
+def unknown_option(name: str, known: Collection[str], verb: str = "train") -> OptionError:
+    """The error for a name that is not an option of a verb, with the nearest ones."""
     near = nearest_option(name, known)
-    hint = f"use one of {', '.join(sorted(known))}" if near is None else f"did you mean {near!r}?"
-    return OptionError(f"unknown option {name!r}", hint=hint)
+    if near is not None:
+        return OptionError(f"unknown option {name!r}", hint=f"did you mean {near!r}?")
+    few = difflib.get_close_matches(name, sorted(known), cutoff=0.4)
+    nearest_few = f"; the nearest are {', '.join(few)}" if few else ""
+    return OptionError(
+        f"unknown option {name!r}{nearest_few}", hint=f"hocket {verb} --help all lists every option"
+    )

@@ -92,6 +92,7 @@ def served_check(
         HocketError: the model cannot be served at this layout; RankFailure with a rank's own
             traceback.
     """
+    from hocket.jobs.precision import device_kind
     from hocket.jobs.proxy.check import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
@@ -109,6 +110,7 @@ def served_check(
             f"dtype is {wanted.workload.dtype}; equality is checked in fp32", hint="--dtype fp32"
         )
     options = wanted.options
+    device_kind(options)
     source = resolve_model(wanted.model, trust_remote_code=options.trust_remote_code)
     layout = serve_request.legal_server_layout(source, wanted.layout, "cpu")
 

@@ -134,13 +134,13 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     given = renamed.present_options({k: v for k, v in values.items() if v is not None}, NAMES)
     for name in given:
         if name not in NAMES:
-            raise unknown_option(name, NAMES)
+            raise unknown_option(name, NAMES, "serve")
     if not given.get("model"):
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
     options = _options({name: given.pop(name) for name in SERVE_FIELDS if name in given})
     wanted = defaults.with_dtype(request(given))
     precision.reject_served_dtype(wanted.workload)
-    device = _device(wanted)
+    device = precision.device_kind(wanted.options)
     _threads(wanted, device)
     trusted = wanted.options.trust_remote_code
     source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
@@ -321,25 +321,6 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
             hint=f"--metrics-port {options.port + 1}",
         )
     return options
-
-
-def _device(wanted: JobRequest) -> str:
-    from hocket.launch.launcher import cuda_shows
-
-    device = wanted.options.device
-    if device == "cuda" and not cuda_shows():
-        raise OptionError(
-            "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
-        )
-    found = ("cuda" if cuda_shows() else "cpu") if device == "auto" else device
-    backend = wanted.options.backend
-    if backend != "auto" and (backend == "nccl") != (found == "cuda"):
-        joins = "joins CUDA devices" if backend == "nccl" else "joins CPU ranks"
-        raise OptionError(
-            f"the backend {backend} {joins}; the server would run on {found}",
-            hint="--backend auto",
-        )
-    return found
 
 
 def _threads(wanted: JobRequest, device: str) -> None:

@@ -69,6 +69,7 @@ class ServerResult:
     Attributes:
         run: its folder. address, metrics: where it listened.
         measured: what it did. drained: whether all its requests ended in the time they had.
+        interrupted: Ctrl-C came before it was ready.
     """
 
     run: Path
@@ -76,6 +77,7 @@ class ServerResult:
     metrics: str
     measured: ServingMeasured
     drained: bool = True
+    interrupted: bool = False
 
 
 def serve_model(
@@ -159,7 +161,7 @@ def serve_model(
         write_text(folder.forecast_file, forecast.to_json())
         for line in serve_forecast.bill(server, forecast):
             record.note(line)
-        return asyncio.run(
+        served = asyncio.run(
             _serve(
                 server,
                 folder=folder,
@@ -172,6 +174,9 @@ def serve_model(
                 max_restarts=server.options.max_restarts if context is None else 0,
             )
         )
+        if served.interrupted:
+            raise KeyboardInterrupt
+        return served
 
 
 # --- before there are ranks -----------------------------------------------------------------------
@@ -326,7 +331,12 @@ async def _serve(
         record.note("ended before it was ready; no run was recorded")
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return ServerResult(
-        run=folder.path, address=address, metrics=metrics, measured=found, drained=drained
+        run=folder.path,
+        address=address,
+        metrics=metrics,
+        measured=found,
+        drained=drained,
+        interrupted=not keeper.begun and ends.number == signal.SIGINT,
     )
 
 
