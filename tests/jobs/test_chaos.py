@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.chaos.draw import FIRST, STRETCH, chosen_kinds, draw_faults
-from hocket.jobs.chaos.kinds import ALL
+from hocket.jobs.chaos.draw import (
+    FIRST,
+    STRETCH,
+    ChaosFault,
+    ChaosJob,
+    chosen_kinds,
+    draw_faults,
+)
+from hocket.jobs.chaos.kinds import ALL, BY_NAME
 from hocket.jobs.chaos.result import ChaosResult, FaultResult, fault_table
-from hocket.jobs.chaos.run import chaos
+from hocket.jobs.chaos.run import _Watched, chaos
 from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from tests import rotation
@@ -62,6 +71,23 @@ def test_a_fault_that_nothing_finds_is_not_survived(
     )
     assert (found.survived, found.equal, found.ok) == (0, False, False)
     assert "NOT FOUND" in str(found.faults[0])
+
+
+def test_a_restart_is_for_the_fault_that_happened_first(tmp_path: Path) -> None:
+    """A rank that is stopped in an evaluation continues to show its stack, and lets another one
+    reach its own fault in the export before all are ended: the restart names the first rank."""
+    kind = BY_NAME["stop"]
+    faults = (ChaosFault(0, kind, 0, 60, "export", 0.1), ChaosFault(1, kind, 1, 60, "evaluate", 0.1))
+    watch = _Watched(tmp_path / "job", 0, ChaosJob(60, "shm", faults))
+    for number in (1, 0):
+        watch.injected(faults[number])
+    watch({"event": "restart", "rank": 1, "cause": "stopped", "step": 59, "time": time.time()})
+    watch({"event": "done", "steps": 60})
+    export, evaluation = watch.results("")
+    assert evaluation.named is True
+    assert export.named is None  # not tested on its own
+    assert export.survived
+    assert evaluation.survived
 
 
 def test_faults_follow_from_the_seed_and_have_a_stretch_each() -> None:

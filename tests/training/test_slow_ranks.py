@@ -43,6 +43,23 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
     assert diagnose(ranks, layout, 1.3) == []
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_stage_without_another_rank_is_compared_by_its_work(slow: int) -> None:
+    """The second stage has three times the work, and takes three times as long unless it is slow."""
+    layout = Layout.parse("pp2:microbatches=2")
+    stages = [
+        dataclasses.replace(USUAL, compute=0.2, work=1e6),
+        dataclasses.replace(USUAL, compute=0.6, work=3e6),
+    ]
+    assert diagnose(stages, layout, 1.3) == []
+    stages[slow] = dataclasses.replace(stages[slow], compute=2.5 * stages[slow].compute)
+    (found,) = diagnose(stages, layout, 1.3)
+    assert (found.ranks, found.cause) == ((slow,), "compute")
+    assert found.factor == pytest.approx(2.5)
+    late = [USUAL, dataclasses.replace(USUAL, input=0.3)]
+    assert [(one.ranks, one.cause) for one in diagnose(late, layout, 1.3)] == [((1,), "input")]
+
+
 def test_a_slow_link_is_separated_from_a_rank_that_comes_late() -> None:
     """Of dp2.tp2 the groups of dp are (0, 2) and (1, 3). A link is slow for all of its group; where
     one rank is late, the others wait and it does not."""

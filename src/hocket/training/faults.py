@@ -35,8 +35,12 @@ exception; ENOSPC while a checkpoint is written; a file `filler` that fills its 
 that is not finite; one bit of one rank's weights; one bit of the newest checkpoint, then SIGKILL;
 the newest checkpoint cut short, then SIGKILL; every TCP connection of the rank shut down; a request
 to stop; a matmul that is wrong in one value from then on; `seconds` of sleep in each such phase
-from then on."""
+from then on, with `longer` at least so many times as long as what the rank did since the last."""
 PHASES = ("build", "step", "input", "forward", "collective", "save", "write", "evaluate", "export")
+
+
+LONGEST = 0.1
+"""Seconds of one such sleep."""
 
 
 class Faults:
@@ -88,10 +92,12 @@ class Faults:
         """A phase begins, or goes on: what is to happen there happens."""
         for slow in self._rows:
             if slow["kind"] == "slow" and slow["phase"] == phase and slow["step"] <= self._step:
-                if "since" not in slow:
-                    slow["since"] = self._step
+                if "awake" not in slow:
+                    slow["awake"] = time.perf_counter()
                     self._write(slow)
-                time.sleep(slow["seconds"])
+                seconds = slow.get("longer", 0.0) * (time.perf_counter() - slow["awake"])
+                time.sleep(max(slow["seconds"], min(seconds, LONGEST)))
+                slow["awake"] = time.perf_counter()
         spoils = ("nan", "flip", "wrong", "slow")
         row = self._take(lambda row: row["phase"] == phase and row["kind"] not in spoils)
         if row is None:

@@ -50,7 +50,7 @@ from hocket.training.replicas import ReplicaCheck
 from hocket.training.saving import Saves
 from hocket.training.slow_ranks import SlowRanks
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
-from hocket.training.utilization import flops_per_token, peak_flops
+from hocket.training.utilization import flops_per_token, multiplied_parameters, peak_flops
 from hocket.training.verify import StepVerification
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ class Loop:
 
         self.inputs = inputs(TRAIN, self.options.seed)
         self._input_seconds = 0.0
-        self.slow = SlowRanks(context, job.mesh, self.options.slow_rank_factor)
+        work = sum(multiplied_parameters(stage.module) for stage in self.parallel.stages)
+        self.slow = SlowRanks(context, job.mesh, self.options.slow_rank_factor, work)
         verified = self.options.verify_every
         self.verification = StepVerification(context, self.parallel, self.inputs, verified)
         self.held_out = inputs(VALID, None)

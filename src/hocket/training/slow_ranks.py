@@ -6,7 +6,9 @@
 Ranks that wait look busy, so that a step's length tells nothing of a rank. Compute is what is left
 of the step without the input and without waiting in collectives; of a collective all ranks but the
 last to come wait, so that the shortest of its times is that of the link. Nothing is read from a
-device but between steps. A `RankSeconds` is plain data; `diagnose` never sees a device.
+device but between steps. A stage of a pipeline without another rank is compared with the other
+stages, by seconds for each parameter that a token is multiplied with. A `RankSeconds` is plain
+data; `diagnose` never sees a device.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ EVERY = 50
 """Steps between two that are recorded."""
 SETTLED = 3
 """Recorded steps whose median counts."""
+STAGES = 2.0
+"""Least factor between two stages of a pipeline: what they compute differs in more than size."""
 LEAST = 0.02
 """Share of a step that a slow rank costs at least, to be named."""
 
@@ -44,11 +48,13 @@ class RankSeconds:
     Attributes:
         step: the whole step. compute: without collectives. input: making the batch.
         links: of each collective in their order, by axis.
+        work: parameters of its stages that a token is multiplied with; 0: not known.
     """
 
     step: float
     compute: float
     input: float
+    work: float = 0.0
     links: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
@@ -79,13 +85,15 @@ class SlowRank:
         )
 
 
-def rank_seconds(events: Sequence[Any], step: float, input_seconds: float) -> RankSeconds:
+def rank_seconds(
+    events: Sequence[Any], step: float, input_seconds: float, work: float = 0.0
+) -> RankSeconds:
     """A rank's RankSeconds of the events of one step (`spec.timeline.Event`)."""
     links: dict[str, list[float]] = {}
     for one in events:
         if one.lane == "communication" and one.axis is not None:
             links.setdefault(one.axis, []).append(one.end - one.start)
-    return RankSeconds(step, _busy(events), input_seconds, links)
+    return RankSeconds(step, _busy(events), input_seconds, work, links)
 
 
 def _busy(events: Sequence[Any]) -> float:
@@ -114,11 +122,15 @@ def diagnose(samples: Sequence[RankSeconds], layout: Layout, factor: float) -> l
         seconds = [getattr(one, cause) for one in samples]
         for rank, own in enumerate(seconds):
             peers = [s for r, s in enumerate(seconds) if stages[r] == stages[rank] and r != rank]
+            least = factor
+            if not peers and cause == "compute":
+                peers, least = _of_other_stages(samples, rank), max(factor, STAGES)
+            peers = peers or [s for r, s in enumerate(seconds) if cause == "input" and r != rank]
             if not peers:
                 continue
             usual = statistics.median(peers)
             share = (own - usual) / step
-            if own > factor * usual and share > LEAST:
+            if own > least * usual and share > LEAST:
                 found.append(SlowRank((rank,), cause, own / max(usual, 1e-9), share))
     for axis in ("dp", "tp", "cp"):
         groups = [tuple(group) for group in named_groups(layout, axis)]
@@ -132,6 +144,12 @@ def diagnose(samples: Sequence[RankSeconds], layout: Layout, factor: float) -> l
             if own > factor * usual and share > LEAST:
                 found.append(SlowRank(groups[number], "link", own / max(usual, 1e-9), share))
     return sorted(found, key=lambda one: -one.share)
+
+
+def _of_other_stages(samples: Sequence[RankSeconds], rank: int) -> list[float]:
+    """Seconds of compute that the other ranks would need for the work of `rank`."""
+    own = samples[rank].work
+    return [s.compute * own / s.work for r, s in enumerate(samples) if r != rank and s.work and own]
 
 
 def _transfer(rows: Sequence[Sequence[float]]) -> float:
@@ -148,10 +166,13 @@ class SlowRanks:
         context: of this rank.
         mesh: its recorder records.
         factor: times the median of the peers.
+        work: as of `RankSeconds`.
     """
 
-    def __init__(self, context: RankContext, mesh: Mesh, factor: float) -> None:
-        self._context, self._mesh, self._factor = context, mesh, factor
+    def __init__(
+        self, context: RankContext, mesh: Mesh, factor: float, work: float = 0.0
+    ) -> None:
+        self._context, self._mesh, self._factor, self._work = context, mesh, factor, work
         self._kept: list[deque[RankSeconds]] = [
             deque(maxlen=SETTLED) for _ in range(context.world_size)
         ]
@@ -170,7 +191,8 @@ class SlowRanks:
     def after(self, step: int, input_seconds: float) -> str | None:
         """On rank 0, who is slow by the steps recorded so far, once; None: none, or the same."""
         events = self._mesh.recorder.timeline_events()
-        mine = rank_seconds(events, time.perf_counter() - self._began, input_seconds)
+        seconds = time.perf_counter() - self._began
+        mine = rank_seconds(events, seconds, input_seconds, self._work)
         rows = timeline.gather_values(self._context, f"slow/{step}", dataclasses.asdict(mine))
         if rows is None:
             return None
@@ -195,5 +217,6 @@ def _median(samples: Sequence[RankSeconds]) -> RankSeconds:
         statistics.median(one.step for one in samples),
         statistics.median(one.compute for one in samples),
         statistics.median(one.input for one in samples),
+        samples[-1].work,
         links,
     )

@@ -25,9 +25,11 @@ IN_A_JOB = 8
 """Faults of one job at most."""
 SETTLED = 4
 """Steps of an attempt after which a hang is found within seconds."""
-SLOW_STEPS = 160
-"""Steps of a job with a slow rank: three of them are recorded."""
-SLOW_SECONDS = 0.01
+SLOW_STEPS = 210
+"""Steps of a job with a slow rank: four of them are recorded, of which three are enough."""
+SLOW_SECONDS, SLOW_TIMES = 0.004, 2.0
+"""Sleep of a slow rank before each action: at least so long, and so many times what it did since
+the last sleep, whatever else a busy machine does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class ChaosFault:
         if self.kind.name == "nan":
             row["again"] = True
         elif self.kind.name == "slow":
-            row |= {"again": True, "seconds": SLOW_SECONDS}
+            row |= {"again": True, "seconds": SLOW_SECONDS, "longer": SLOW_TIMES}
         elif self.kind.name == "full":
             row["filler"] = filler
         return row

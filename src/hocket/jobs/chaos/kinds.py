@@ -55,7 +55,7 @@ ALL = (
          "rejection"),
     FaultKind("nan", "a gradient that is not a number", "nan", ("step",), "gradient norm",
          equal="the run that skips this step"),
-    FaultKind("slow", "a rank that sleeps in every forward action", "slow", ("forward",),
+    FaultKind("slow", "a rank that sleeps before every action", "slow", ("forward",),
          "comparison of ranks", ranks=2),
     FaultKind("term", "SIGTERM to the job, which is submitted again", "", ("step",), "signal"),
 )  # fmt: skip

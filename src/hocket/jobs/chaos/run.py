@@ -316,12 +316,13 @@ class _Watched:
             self._noted(event["text"], now)
 
     def _of(self, *names: str) -> list[ChaosFault]:
-        """Faults of these kinds that have happened and are not found yet."""
+        """Faults of these kinds that have happened and are not found yet, the earliest first."""
         log = self._happened()
-        return [
+        found = [
             f for f in self._faults
             if f.kind.name in names and f.number in log and f.number not in self._found
         ]  # fmt: skip
+        return sorted(found, key=lambda fault: float(log[fault.number]["time"]))
 
     def _happened(self) -> dict[int, dict[str, Any]]:
         from hocket.training.faults import happened
