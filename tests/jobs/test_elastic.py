@@ -18,8 +18,9 @@ from hocket.jobs.request import request
 from hocket.spec.errors import RankFailure
 from hocket.spec.layout import Layout
 from hocket.spec.run import TrainOptions
+from hocket.training.pauses import APART
 from tests.ranks import ROOT
-from tests.support.runs import Whole, job, losses
+from tests.support.runs import Whole, job, losses, weights
 
 pytestmark = [
     pytest.mark.train,
@@ -98,6 +99,131 @@ def test_copies_in_memory_are_resharded_too(tmp_path: Path, whole: Whole) -> Non
     assert resumed[-1].endswith(("checkpoints/step-000004", "checkpoints/step-000006"))
     assert layouts(tmp_path, "run")[7].startswith("dp2")
     equal_to_one_process(tmp_path, "run")
+
+
+BACK = [
+    GONE[0],
+    {**GONE[1], "attempts": 2},
+    {"kind": "slow", "rank": 0, "phase": "input", "step": 1, "seconds": APART, "attempts": 9},
+]
+"""A rank that dies in step 7 and once more, and starts at the third attempt; of steps that are long
+enough for ranks to agree on a stop within one."""
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp2.tp2"])
+def test_a_running_run_grows_again_when_its_device_is_back(
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """The weights are those of a run that was started on fewer devices, and resumed on all."""
+    monkeypatch.setattr(elastic, "RETRY", 0.0)
+    whole(tmp_path, "one", "dp1", steps=18, **CONSTANT)
+    notes: list[str] = []
+    options = {"elastic": True, "steps": 18, "save_every": 2, **CONSTANT}
+    summary = job(tmp_path, "run", layout, BACK, notes, **options)
+    assert (summary.steps, summary.stopped) == (18, False)
+    kept = [n for n in notes if "counts as gone" in n or "grows again" in n]
+    assert kept[0].startswith("rank 3 of 4")
+    assert kept[1:] == ["4 devices are there: the run grows again"]
+    used = layouts(tmp_path, "run")
+    few = [step for step, text in used.items() if not text.startswith(layout)]
+    first, last = few[0], few[-1]
+    assert first == 7
+    assert last < 18
+    assert few == list(range(first, last + 1))
+    assert used[18] == used[6]
+    equal_to_one_process(tmp_path, "run")
+
+    options |= {"elastic": False, "save_every": last}
+    job(tmp_path, "by-hand", layout, **{**options, "steps": 6, "save_every": 6})
+    job(tmp_path, "by-hand", used[first], **{**options, "steps": last})
+    job(tmp_path, "by-hand", used[18], **options)
+    assert weights(tmp_path, "by-hand") == weights(tmp_path, "run")
+
+
+class Machine:
+    """Shows a number of devices; `asked`: how often ranks were asked to stop."""
+
+    def __init__(self, shown: int | None) -> None:
+        self.shown, self.asked = shown, 0
+
+    def ask_stop(self) -> None:
+        self.asked += 1
+
+
+@pytest.fixture
+def machine_of_4(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(4)
+    monkeypatch.setattr(elastic, "visible", lambda options: machine.shown)
+    return machine
+
+
+SAVED = {"event": "saved", "step": 4}
+
+
+def growth(machine: Any, layout: str = "dp4", left: int | None = None) -> elastic.Growth:
+    asked = request({"model": "tiny-llama", "layout": layout, "elastic": True})
+    return elastic.Growth(machine, asked, Layout.parse(layout), left)
+
+
+def test_a_device_that_is_shown_again_counts_at_the_next_checkpoint(machine_of_4: Machine) -> None:
+    machine_of_4.shown = 2
+    found = growth(machine_of_4, left=2)
+    found.hear(SAVED)
+    assert machine_of_4.asked == 0
+    machine_of_4.shown = 4
+    found.hear({"event": "step", "step": 5})  # no checkpoint yet
+    assert machine_of_4.asked == 0
+    found.hear(SAVED)
+    found.hear(SAVED)  # asked already
+    assert machine_of_4.asked == 1
+    asked, count = found.grown(request({"model": "tiny-llama"}))
+    assert (count, asked.layout, asked.ranks) == (4, Layout.parse("dp4"), None)
+    found.hear(SAVED)
+    assert machine_of_4.asked == 1
+
+
+def test_some_devices_that_are_back_give_a_layout_of_their_number(machine_of_4: Machine) -> None:
+    found = growth(machine_of_4, left=1)
+    machine_of_4.shown = 3
+    found.hear(SAVED)
+    assert machine_of_4.asked == 1
+    assert found.grown(request({"model": "tiny-llama"}))[0].ranks == 3
+
+
+def test_a_device_whose_rank_died_is_tried_again_after_a_time_that_doubles(
+    machine_of_4: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: now)
+    found = growth(machine_of_4)
+    for wait in (elastic.RETRY, 2 * elastic.RETRY, 4 * elastic.RETRY):
+        before = machine_of_4.asked
+        found.lost(3)
+        now += 0.9 * wait
+        found.hear(SAVED)
+        assert machine_of_4.asked == before
+        now += 0.2 * wait
+        found.hear(SAVED)
+        assert machine_of_4.asked == before + 1
+        assert found.grown(request({"model": "tiny-llama"}))[1] == 4
+
+
+def test_a_broken_device_that_was_away_counts_when_it_is_back(machine_of_4: Machine) -> None:
+    found = growth(machine_of_4)
+    found.lost(3)
+    found.hear(SAVED)
+    machine_of_4.shown = 3
+    found.hear(SAVED)
+    assert machine_of_4.asked == 0
+    machine_of_4.shown = 4
+    found.hear(SAVED)
+    assert machine_of_4.asked == 1
+
+
+def test_a_run_that_lost_nothing_does_not_ask(machine_of_4: Machine) -> None:
+    found = growth(machine_of_4, "dp2")
+    found.hear(SAVED)
+    assert machine_of_4.asked == 0
 
 
 def test_without_elastic_the_run_ends(tmp_path: Path) -> None:

@@ -66,10 +66,12 @@ class JobRecorder:
         step, saved: the last step reported, and the last step saved or copied by this job.
         failures: message of each failure after which the ranks were restarted.
         recovered: seconds from each such failure to the next step.
+        watchers: called with each event after the listener.
     """
 
     def __init__(self, listener: Listener | None = None) -> None:
         self.listener = listener
+        self.watchers: list[Listener] = []
         self.steps: list[Event] = []
         self.held_out: list[Event] = []
         self.memory: tuple[dict[str, int], ...] = ()
@@ -100,8 +102,9 @@ class JobRecorder:
             self.bubble = float(event["bubble"])
         elif event["event"] == "memory":
             self.memory = tuple(event["ranks"])
-        if self.listener is not None:
-            self.listener(event)
+        for hear in (self.listener, *self.watchers):
+            if hear is not None:
+                hear(event)
 
     def restarting(self, failed: float) -> None:
         """The ranks that failed at `failed` (`time.monotonic`) are started again."""

@@ -111,6 +111,7 @@ def run_with_restarts(
             fault = Fault(record.step, error.rank, str(getattr(error, "cause", "")))
             if most and fault == last:
                 if spec.options.elastic and not record.stepped and spec.layout.world_size > 1:
+                    record.failures.append(str(error))
                     raise DeviceGone(_first_line(error), spec.layout.world_size - 1) from error
                 raise _again(error, fault) from None
             if used >= most:

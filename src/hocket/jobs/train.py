@@ -21,6 +21,7 @@ from hocket.jobs import (
     adapters,
     copies,
     defaults,
+    elastic,
     forecast,
     forecast_policy,
     ledger,
@@ -40,7 +41,7 @@ from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest
 from hocket.spec.errors import HocketError, RunFolderError
-from hocket.spec.layout import TERMS
+from hocket.spec.layout import TERMS, Layout
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 
@@ -89,7 +90,10 @@ def train_model(
             options = found.job.request.options
             with _warm(launcher, options) as warm:
                 spec = resumed(found, record, launcher=warm)
-                summary = _launched(warm, found.folder, spec, record, request, faults=faults)
+                of_all = {"wanted": found.spec.layout, "left": found.job.request.ranks}
+                summary = _launched(
+                    warm, found.folder, spec, record, request, faults=faults, **of_all
+                )
         return _report(summary, request, record)
     if request.run is not None:
         lock.reject_locked(request.run)
@@ -114,18 +118,36 @@ def _launched(
     spec: RunSpec,
     record: JobRecorder,
     request: JobRequest,
+    *,
+    wanted: Layout | None = None,
+    left: int | None = None,
     **more: Any,
 ) -> Summary:
-    """`launch_ranks`, and with `--elastic` again on the devices that are left where one is gone."""
+    """`launch_ranks`, and with `--elastic` again on the devices that are left where one is gone,
+    and on more where they are back. `wanted`, `left`: as of `elastic.Growth`."""
+    again = dataclasses.replace(request, run=folder.path, again=True, auto=False)
+    of_run = dataclasses.replace(request, options=spec.options)
+    growth = elastic.Growth(launcher, of_run, wanted or spec.layout, left)
+    if spec.options.elastic:
+        record.watchers.append(growth.hear)
     with copies.own_copies(folder, spec.options):
         while True:
             try:
-                return launch_ranks(launcher, folder, spec, record, cluster=request.cluster, **more)
+                summary = launch_ranks(
+                    launcher, folder, spec, record, cluster=request.cluster, **more
+                )
             except restart.DeviceGone as gone:
                 record.note(f"{gone}, twice before a step: its device counts as gone")
-                left = dataclasses.replace(request, run=folder.path, ranks=gone.ranks, again=True)
-                found = resume.resume_job(dataclasses.replace(left, auto=False))
-                spec, more["accumulate"] = resumed(found, record, launcher=launcher), False
+                growth.lost(gone.ranks)
+                found = resume.resume_job(dataclasses.replace(again, ranks=gone.ranks))
+            else:
+                if not (summary.stopped and growth.asked) or launcher.stop_asked:
+                    return summary
+                larger, count = growth.grown(again)
+                record.stopped = False
+                record.note(f"{count} devices are there: the run grows again")
+                found = resume.resume_job(larger)
+            spec, more["accumulate"] = resumed(found, record, launcher=launcher), False
 
 
 def _warm(

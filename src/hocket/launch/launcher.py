@@ -83,6 +83,7 @@ class Launcher:
         self.quiet = quiet
         self.times: dict[str, float] = {}
         self.stop_asked = False
+        self._watch: Watch | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = os.memfd_create("hocket-server")
         # The kernel's signal at a parent's death follows the thread that started the child, so
@@ -193,7 +194,7 @@ class Launcher:
             silence_timeout=silence_timeout,
         )
         watch.times = self.times
-        self.stop_asked = False
+        self.stop_asked, self._watch = False, watch
 
         def ask() -> None:
             self.stop_asked = True
@@ -218,7 +219,13 @@ class Launcher:
                 self._kill()
                 raise
             finally:
+                self._watch = None
                 watch.close()
+
+    def ask_stop(self) -> None:
+        """As the first SIGTERM of a `stoppable` run, but `stop_asked` stays as it is."""
+        if self._watch is not None:
+            self._watch.ask_stop()
 
     @contextlib.contextmanager
     def _server_lives(self) -> Iterator[None]:
