@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hocket.launch import RankContext
     from hocket.runtime.mesh import Mesh
 
-BLOCKING = ("tp", "cp")
+BLOCKING = ("tp", "cp", "expert")
 """Axes whose collectives stand between two operations of one action."""
 EVERY = 50
 """Steps between two that are recorded."""
