@@ -77,7 +77,10 @@ def test_a_restart_is_for_the_fault_that_happened_first(tmp_path: Path) -> None:
     """A rank that is stopped in an evaluation continues to show its stack, and lets another one
     reach its own fault in the export before all are ended: the restart names the first rank."""
     kind = BY_NAME["stop"]
-    faults = (ChaosFault(0, kind, 0, 60, "export", 0.1), ChaosFault(1, kind, 1, 60, "evaluate", 0.1))
+    faults = (
+        ChaosFault(0, kind, 0, 60, "export", 0.1),
+        ChaosFault(1, kind, 1, 60, "evaluate", 0.1),
+    )
     watch = _Watched(tmp_path / "job", 0, ChaosJob(60, "shm", faults))
     for number in (1, 0):
         watch.injected(faults[number])

@@ -45,7 +45,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_stage_without_another_rank_is_compared_by_its_work(slow: int) -> None:
-    """The second stage has three times the work, and takes three times as long unless it is slow."""
+    """The second stage has three times the work, for which it may take three times as long."""
     layout = Layout.parse("pp2:microbatches=2")
     stages = [
         dataclasses.replace(USUAL, compute=0.2, work=1e6),

@@ -169,9 +169,7 @@ class SlowRanks:
         work: as of `RankSeconds`.
     """
 
-    def __init__(
-        self, context: RankContext, mesh: Mesh, factor: float, work: float = 0.0
-    ) -> None:
+    def __init__(self, context: RankContext, mesh: Mesh, factor: float, work: float = 0.0) -> None:
         self._context, self._mesh, self._factor, self._work = context, mesh, factor, work
         self._kept: list[deque[RankSeconds]] = [
             deque(maxlen=SETTLED) for _ in range(context.world_size)
