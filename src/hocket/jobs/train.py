@@ -90,10 +90,10 @@ def train_model(
             options = found.job.request.options
             with _warm(launcher, options) as warm:
                 spec = resumed(found, record, launcher=warm)
-                of_all = {"wanted": found.spec.layout, "left": found.job.request.ranks}
                 summary = _launched(
-                    warm, found.folder, spec, record, request, faults=faults, **of_all
-                )
+                    warm, found.folder, spec, record, request,
+                    wanted=found.spec.layout, left=found.job.request.ranks, faults=faults,
+                )  # fmt: skip
         return _report(summary, request, record)
     if request.run is not None:
         lock.reject_locked(request.run)
