@@ -110,6 +110,33 @@ def test_the_base_commands_work_where_torch_is_not_installed() -> None:
     assert "hocket" in loaded_by(code)
 
 
+POSIX = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "llama-3-8b", "--cluster", "2x8xH100-SXM", "--global-batch", "64", "--top", "1"],
+        ["plan", "llama-3-8b", "--serve", "--cluster", "H100"],
+        ["links", "llama-3-8b", "--cluster", "8xH100", "--layout", "tp8", "--global-batch", "8"],
+        ["models", "--gpus"],
+        ["template", "docker"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_a_plan_needs_no_posix(arguments: list[str]) -> None:
+    """As on Windows, where `pip install hocket` plans and prints job files."""
+    code = (
+        "import os, signal, sys\n"
+        f"sys.modules.update(dict.fromkeys({POSIX!r}))\n"
+        "del os.sched_getaffinity, os.memfd_create, os.fork, os.getuid, os.EX_TEMPFAIL\n"
+        "del signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL\n"
+        "from hocket.cli.main import main\n"
+        f"assert main({arguments!r}) == 0"
+    )
+    assert "hocket" in loaded_by(code)
+
+
 def test_import_hocket_loads_little() -> None:
     """Below 0.1 s whatever the machine: by what is loaded, not by the clock. Of hocket that is its
     face alone; of the standard library what a bare interpreter has, and a few modules more."""

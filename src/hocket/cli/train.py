@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from hocket.cli.flags import (
 )
 from hocket.spec.run import TrainOptions, Workload
 
-STOPPED = os.EX_TEMPFAIL
+STOPPED = 75  # EX_TEMPFAIL
 """Exit code of a run that a signal stopped: its checkpoint is written."""
 
 

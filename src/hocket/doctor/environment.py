@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,6 +171,8 @@ def shared_memory(place: Place, path: str = "/dev/shm") -> CheckOutcome:
 
 def limits(place: Place) -> CheckOutcome:
     """Open files and locked memory."""
+    import resource  # here, since the card of a machine without POSIX has the other rows
+
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = resource.RLIM_INFINITY

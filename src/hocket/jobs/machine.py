@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -212,6 +211,8 @@ def _alone(wait: float) -> Iterator[None]:
     Raises:
         OptionError: another one is measuring, and was not done within `wait` seconds.
     """
+    import fcntl  # here, since a plan needs no POSIX
+
     try:
         machine_folder().mkdir(parents=True, exist_ok=True)
         lock = open(machine_folder() / "lock", "a+")  # noqa: SIM115  closed below, by the stack
