@@ -295,10 +295,30 @@ def test_make_knows_its_targets(target: str) -> None:
     assert f"make {target}" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
+README = (ROOT / "README.md").read_text("utf-8")
+MEASURED = [
+    line
+    for line in README.partition("## Measured")[2].partition("\n## ")[0].splitlines()
+    if "](" in line
+]
+"""The rows of the README's measured figures."""
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row.split("|")[1].strip()[:40])
+def test_a_figure_of_the_readme_is_on_the_page_it_links_to(row: str) -> None:
+    _, _, figures, link, _ = row.split("|")
+    page = (ROOT / link.partition("](")[2].rpartition(")")[0]).read_text("utf-8")
+    numbers = re.findall(r"\d[\d.]*", figures)
+    assert numbers
+    assert not [
+        number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", page)
+    ]
+
+
 def test_the_readme_is_one_screen_and_begins_with_the_two_commands() -> None:
     code = blocks(ROOT / "README.md", "")
     assert code[0].split("\n")[:2] == ["make demo", "make test"]
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len(README.splitlines()) < 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
