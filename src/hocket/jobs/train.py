@@ -176,6 +176,7 @@ def _report(summary: Summary, request: JobRequest, record: JobRecorder) -> Summa
 
 
 PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
+CONVERSION_RULES = "hocket.models.conversion_rules"
 
 
 def prepare_run(
@@ -250,6 +251,8 @@ def launch_ranks(
         faults: as of `train_model`.
     """
     launcher.preload(modeling_modules(spec.config))
+    if spec.weights is not None:
+        launcher.preload([CONVERSION_RULES])
     _require(launcher, folder, spec, record)
     spec, predicted = _fitted(launcher, folder, spec, record, accumulate=accumulate)
     if spec.options.emulate_links is not None:

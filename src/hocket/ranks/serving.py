@@ -43,6 +43,13 @@ PRELOAD = (
     "hocket.serving.engine.sampler",
     "hocket.serving.engine.device_sampler",
     "hocket.serving.engine.driver",
+    "hocket.serving.engine.memory",
+    "hocket.serving.engine.out_of_memory",
+    "hocket.serving.engine.structure",
+    "hocket.serving.engine.warm_up",
+    "hocket.schedules.registry",
+    "hocket.training.rank",
+    "hocket.models.conversion_rules",
 )
 """What the fork server imports, so that no rank has to."""
 
