@@ -25,8 +25,8 @@ LAYOUT = {
 }  # fmt: skip
 WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {
-    "epochs", "steps", "seed", "lr", "min_lr", "warmup", "lr_schedule", "weight_decay", "beta1",
-    "beta2", "eps", "max_grad_norm", "dropout", "tokenizer", "vocab_size", "text_field", 
+    "epochs", "steps", "seed", "optimizer", "lr", "min_lr", "warmup", "lr_schedule", "weight_decay",
+    "beta1", "beta2", "eps", "max_grad_norm", "dropout", "tokenizer", "vocab_size", "text_field", 
     "eval_fraction",
     "eval_every",
     "eval_batches", "save_every", "save_mode", "replicate_state", "upload", "elastic",
@@ -57,7 +57,7 @@ FLAGS = {
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
         "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb", "lora_rank",
-        "lora_targets", "quantize_base",
+        "lora_targets", "quantize_base", "optimizer",
         "trust_remote_code", "json", "matrix", "models", "schedules", "options", *LAYOUT,
     },
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
@@ -67,8 +67,8 @@ FLAGS = {
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
-        "lora_alpha", "lora_targets", "quantize_base", "attention", "context_parallel", "device",
-        "backend",
+        "lora_alpha", "lora_targets", "quantize_base", "optimizer", "attention", "context_parallel",
+        "device", "backend",
         "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
         *LAYOUT,
     },
@@ -102,7 +102,7 @@ FLAGS = {
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "dtype", "grad_dtype", "stack", "lora_rank",
-        "lora_targets", "quantize_base", "save_seconds", "restart_seconds", "failures",
+        "lora_targets", "quantize_base", "optimizer", "save_seconds", "restart_seconds", "failures",
         "repair_hours", "expert_imbalance", "html",
         "json", *SERVICE,
     },

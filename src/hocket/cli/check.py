@@ -24,7 +24,7 @@ Layouts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT...")]
 _OF_A_MATRIX = ("quick", "types", "layouts")
 _OF_TRAINING = (
     "steps", "seq_len", "global_batch", "lr", "packing", "lora_rank", "lora_alpha", "lora_targets",
-    "quantize_base",
+    "quantize_base", "optimizer",
 )  # fmt: skip
 
 
@@ -54,6 +54,8 @@ class Check:
         lora_targets: linear layers that LoRA adapts (default: all but the output head).
         quantize_base: with --lora-rank, compare with a base in bitsandbytes' own 4-bit layers. One
             of: nf4.
+        optimizer: compare with torch's AdamW, or with bitsandbytes' own in 8 bits. One of: adamw,
+            adamw_8bit.
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
@@ -87,6 +89,7 @@ class Check:
     lora_alpha: float | None = None
     lora_targets: str | None = None
     quantize_base: str | None = None
+    optimizer: str = "adamw"
     attention: str = "sdpa"
     context_parallel: str = "auto"
     device: str = "auto"

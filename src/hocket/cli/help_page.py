@@ -63,8 +63,8 @@ TOPICS = {
         "gradient_accumulation_steps", "dtype", "grad_dtype", "layers",
     )),
     "optimizer": ("learning rate, decay, clipping, dropout, seed", (
-        "lr", "lr_schedule", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps",
-        "max_grad_norm", "dropout", "seed",
+        "optimizer", "lr", "lr_schedule", "min_lr", "warmup", "weight_decay", "beta1", "beta2",
+        "eps", "max_grad_norm", "dropout", "seed",
     )),
     "lora": ("adapters, 4-bit base", (
         "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "quantize_base",

@@ -60,6 +60,8 @@ class PlanFlags:
             output head).
         quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
             nf4.
+        optimizer: AdamW, moments in fp32 or 8 bits, as in `hocket train` (default: adamw). One of:
+            adamw, adamw_8bit.
         save_seconds: seconds that a save stops training, for the expected goodput (default: the
             state written at 2 GB/s per node).
         restart_seconds: seconds from a failure to the next step (default: 300).
@@ -108,6 +110,7 @@ class PlanFlags:
     lora_rank: Count = None
     lora_targets: Text = None
     quantize_base: Text = None
+    optimizer: Text = None
     save_seconds: Number = None
     restart_seconds: Number = None
     failures: Number = None
@@ -147,6 +150,7 @@ TRAINING = (
     "lora_rank",
     "lora_targets",
     "quantize_base",
+    "optimizer",
     "save_seconds",
     "restart_seconds",
     "failures",
@@ -209,6 +213,7 @@ def main(arguments: Sequence[str]) -> int:
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,
         quantize_base=flags.quantize_base,
+        optimizer=flags.optimizer,
         emit=flags.emit,
         price_list=flags.price_list,
         save_seconds=flags.save_seconds,

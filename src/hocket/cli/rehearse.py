@@ -49,6 +49,7 @@ class RehearseFlags:
             output head).
         quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
             nf4.
+        optimizer: AdamW, moments in fp32 or 8 bits. One of: adamw, adamw_8bit.
         trust_remote_code: run Python code that the model directory contains.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
         json: print one JSON object, and nothing else on stdout; with --matrix one per job.
@@ -77,6 +78,7 @@ class RehearseFlags:
     lora_rank: Count = None
     lora_targets: Text = None
     quantize_base: Text = None
+    optimizer: str = "adamw"
     trust_remote_code: bool = False
     serve: bool = False
     json: bool = False
@@ -88,7 +90,7 @@ class RehearseFlags:
 
 PASSED = (
     "seq_len", "dtype", "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb",
-    "lora_rank", "lora_targets", "quantize_base", "trust_remote_code",
+    "lora_rank", "lora_targets", "quantize_base", "optimizer", "trust_remote_code",
 )  # fmt: skip
 """Flags that are options of a training job."""
 

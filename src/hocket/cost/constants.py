@@ -176,7 +176,13 @@ def stacks() -> tuple[str, ...]:
 
 
 def constants(
-    gpu: str, stack: str, *, precision: str = "bf16", grad_dtype: str | None = None, **changes: Any
+    gpu: str,
+    stack: str,
+    *,
+    precision: str = "bf16",
+    grad_dtype: str | None = None,
+    optimizer: str = "adamw",
+    **changes: Any,
 ) -> Constants:
     """Constants of a GPU (by name: `H100-SXM-80`) under a software stack.
 
@@ -203,7 +209,7 @@ def constants(
         values |= {k: v for k, v in data["stacks"][name].items() if k in fields}
         for kind in dict.fromkeys((family, gpu.split("-", maxsplit=1)[0])):
             values |= data["pairs"].get(f"{kind} {name}", {})
-    width = state_bytes(precision, grad_dtype)
+    width = state_bytes(precision, grad_dtype, optimizer)
     for part in ("weight", "gradient", "optimizer", "element"):
         values[f"{part}_bytes"] = float(getattr(width, part))
     values["quantized_inputs"] *= precision in FEW_BITS

@@ -19,6 +19,7 @@ import numpy as np
 
 from hocket.cost.constants import Constants, Platform
 from hocket.cost.terms import Floats
+from hocket.spec.precision import moment_bytes
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
@@ -59,8 +60,11 @@ class FittedDevice:
         """As `Device.optimizer`; by its bytes, however many tensors."""
         constants = self.platform.constants
         rate = self.platform.machine.bandwidth * constants.memory_rate
-        mixed = np.asarray(constants.optimizer_bytes) > np.asarray(constants.weight_bytes) * 2
-        found: Floats = np.where(mixed, OPTIMIZER_BYTES, FULL_WIDTH_BYTES) * elements / rate
+        held = np.asarray(constants.optimizer_bytes)
+        mixed = np.asarray(constants.weight_bytes) < 4
+        smaller = moment_bytes("adamw") - (held - np.where(mixed, 4.0, 0.0))
+        moved = np.where(mixed, OPTIMIZER_BYTES, FULL_WIDTH_BYTES) - 2 * smaller
+        found: Floats = moved * elements / rate
         return found
 
 

@@ -35,6 +35,7 @@ from hocket.cost.stage_communication import StageShare
 from hocket.spec.cut import choose_cut, stage_layers
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape, Weight
+from hocket.spec.precision import SMALLEST_8BIT, moment_bytes
 from hocket.spec.process_groups import copies_axis, num_copies
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
@@ -52,7 +53,7 @@ class StepProblem:
     Attributes:
         shape: of the model, traced in `workload.dtype`. layout: with its microbatches.
         schedule: of the layout's pipeline ranks. bucket_mb: of gradients. clip: whether the norm
-            is computed and gradients are scaled.
+            is computed and gradients are scaled. optimizer: as `TrainOptions.optimizer`.
     """
 
     shape: ModelShape
@@ -61,6 +62,7 @@ class StepProblem:
     schedule: Schedule
     bucket_mb: float = 25.0
     clip: bool = True
+    optimizer: str = "adamw"
 
     @property
     def microbatches(self) -> int:
@@ -465,9 +467,11 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")
     masters = 0 if exact else 4 * mine
     gradients = mine if job.layout.zero else elements
+    small = sum(job.elements(w) // job.states(w) for w in held if w.elements < SMALLEST_8BIT)
+    moments = 8 * small + moment_bytes(job.optimizer) * (mine - small)
     return {
         "parameters": round(values * job.element_bytes),
         "gradients": gradients * GRADIENT_BYTES,
         # Two moments, a step's number for each tensor, and masters of what is not fp32.
-        "optimizer": 8 * mine + 4 * len(held) + masters,
+        "optimizer": round(moments) + 4 * len(held) + masters,
     }

@@ -203,6 +203,7 @@ def _duration(found: Rehearsed, gpu: str) -> Duration:
         lora_rank=spec.options.lora_rank,
         lora_targets=spec.options.lora_targets,
         quantize_base=spec.options.quantize_base,
+        optimizer=spec.options.optimizer,
     )
     step, steps = planned.best.step_seconds, spec.options.steps
     assert planned.problem is not None

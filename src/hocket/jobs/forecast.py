@@ -143,6 +143,8 @@ def unmeasured(spec: RunSpec, layout: Layout) -> str:
         return f"matmuls in {spec.workload.dtype}"
     if spec.options.grad_dtype != "fp32":
         return f"gradients in {spec.options.grad_dtype}"
+    if spec.options.optimizer != "adamw":
+        return f"steps of {spec.options.optimizer}"
     return "activations in host memory" if layout.offloads("activations") else ""
 
 

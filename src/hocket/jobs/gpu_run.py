@@ -101,6 +101,7 @@ def gpu_problem(spec: RunSpec, cluster: Cluster, launcher: Launcher | None = Non
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         quantize_base=options.quantize_base,
+        optimizer=options.optimizer,
     )
 
 

@@ -37,6 +37,7 @@ def plan_training(
     lora_rank: int | None = None,
     lora_targets: str | None = None,
     quantize_base: str | None = None,
+    optimizer: str | None = None,
     emit: str | None = None,
     price_list: str | None = None,
     save_seconds: float | None = None,
@@ -64,6 +65,7 @@ def plan_training(
             that its own execution takes.
         lora_rank, lora_targets, quantize_base: train adapters instead of the model, as `hocket
             train` does.
+        optimizer: `adamw` or `adamw_8bit`, as `hocket train` takes it. None: adamw.
         price_list: `hyperscaler`, `specialist` or `all` quotes of the catalogue. None: all.
         emit: a tool of `planning.tools.emit`: only layouts that it can run are ranked.
         save_seconds: that a save stops training. None: the state written by all nodes at
@@ -119,6 +121,12 @@ def plan_training(
                 f"--grad-dtype is {grad_dtype}; CPU runs are predicted in fp32 alone",
                 hint="leave --grad-dtype out",
             )
+        if optimizer not in (None, "adamw"):
+            raise OptionError(
+                f"--optimizer is {optimizer}; CPU runs are predicted with AdamW's moments in fp32 "
+                "alone",
+                hint="leave --optimizer out",
+            )
         from hocket.jobs import machine_plan
 
         return machine_plan.machine_plan(
@@ -135,6 +143,11 @@ def plan_training(
             lora_rank=lora_rank,
             lora_targets=lora_targets,
             quantize_base=quantize_base,
+        )
+    if optimizer not in (None, "adamw") and (stack or emit):
+        raise OptionError(
+            f"--optimizer is {optimizer}; other software is estimated with moments in fp32 alone",
+            hint="leave --optimizer, --stack and --emit out",
         )
     chosen = None if stack is None else find_stack(stack)
     bounds = [] if chosen is None else [chosen.limits]
@@ -153,6 +166,7 @@ def plan_training(
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         quantize_base=quantize_base,
+        optimizer=optimizer,
         expert_imbalance=expert_imbalance,
     )
     for limit in limits:
@@ -186,6 +200,7 @@ def plan_training(
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         quantize_base=quantize_base,
+        optimizer=optimizer,
         stack="" if chosen is None else chosen.title,
         goodput=plan_goodput(
             problem, found.best, save_seconds, restart_seconds, failures, repair_hours
@@ -295,7 +310,7 @@ def rehearsal(found: TrainingPlan) -> list[str]:
     """The words of the command that executes the best layout on fake GPUs."""
     words = ["rehearse", found.model, "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
-    return words + _adapters(found)
+    return words + _options(found)
 
 
 def train_command(found: TrainingPlan) -> list[str]:
@@ -310,13 +325,13 @@ def train_command(found: TrainingPlan) -> list[str]:
     words += ["--dtype", found.precision]
     if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
         words += ["--grad-dtype", found.grad_dtype]
-    return words + _adapters(found)
+    return words + _options(found)
 
 
-def _adapters(found: TrainingPlan) -> list[str]:
-    """The flags of what is trained instead of the model."""
+def _options(found: TrainingPlan) -> list[str]:
+    """The flags of what is trained instead of the model, and of the optimizer."""
     words: list[str] = []
-    for name in ("lora_rank", "lora_targets", "quantize_base"):
+    for name in ("lora_rank", "lora_targets", "quantize_base", "optimizer"):
         value = getattr(found, name)
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     return words

@@ -31,6 +31,7 @@ def training_problem(
     lora_rank: int | None = None,
     lora_targets: str | None = None,
     quantize_base: str | None = None,
+    optimizer: str | None = None,
     expert_imbalance: float | None = None,
 ) -> Problem:
     """What the planner is asked of one model, cluster and batch on GPUs.
@@ -52,6 +53,7 @@ def training_problem(
         global_batch=global_batch,
         precision=precision or default_precision(cluster.node.gpu),
         grad_dtype=grad_dtype,
+        optimizer=optimizer or "adamw",
         stack=stack or (STACK if limits else OWN),
         division=division(limits),
         limits=limits,

@@ -20,7 +20,7 @@ from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.links import Links
-from hocket.spec.precision import QUANTIZED_BASES
+from hocket.spec.precision import OPTIMIZERS, QUANTIZED_BASES
 from hocket.spec.run import TrainOptions, Workload
 from hocket.spec.synonyms import DTYPES, unknown_option
 from hocket.spec.units import parse_duration
@@ -360,6 +360,12 @@ def check_options(options: TrainOptions) -> None:
             f"min_lr {options.min_lr} is above lr {options.lr}", hint=f"--min-lr {options.lr / 10}"
         )
     _check_lora(options)
+    _one_of("optimizer", options.optimizer, OPTIMIZERS)
+    if options.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise OptionError(
+            "--optimizer adamw_8bit needs the package bitsandbytes",
+            hint='pip install "hocket[lora]"',
+        )
     memory.memory_limit(options)
     if options.emulate_links is not None:
         Links.parse(options.emulate_links)

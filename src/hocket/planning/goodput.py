@@ -25,7 +25,6 @@ from typing import Any
 from hocket.planning.forecast import LayoutForecast
 from hocket.planning.problem import Problem
 from hocket.spec.errors import OptionError
-from hocket.spec.precision import state_bytes
 
 FAILURES = 2.0e-5
 """Unexpected interruptions per GPU and hour: 419 in 54 days on 16,384 H100 (Llama 3, Dubey et al.
@@ -140,7 +139,7 @@ def plan_goodput(  # noqa: PLR0917
     gpus = best.layout.world_size
     nodes = -(-gpus // per_node)
     if save_seconds is None:
-        sizes = state_bytes(problem.precision, problem.grad_dtype)
+        sizes = problem.state_bytes
         stored = problem.shape.num_trained * (sizes.weight + sizes.optimizer)
         save_seconds = stored / (nodes * SAVE_RATE)
     own = {

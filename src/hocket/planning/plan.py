@@ -63,6 +63,7 @@ class TrainingPlan:
             figures are those of a run's forecast, without ranges.
         lora_rank, lora_targets, quantize_base: of adapters that are trained instead of the model;
             None: it is.
+        optimizer: as asked for.
         stack: software whose constants estimate it, where it was named: its version and years.
         goodput: of the first layout, on machines that fail; None on CPU cores.
         problem: what was asked, on GPUs; not in the JSON form.
@@ -84,6 +85,7 @@ class TrainingPlan:
     lora_rank: int | None = None
     lora_targets: str | None = None
     quantize_base: str | None = None
+    optimizer: str | None = None
     stack: str = ""
     grad_dtype: str = ""
     goodput: Goodput | None = None

@@ -83,6 +83,7 @@ class Problem:
         seq_len: tokens of a sequence. global_batch: sequences of a step.
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
         grad_dtype: of gradients, as `TrainOptions.grad_dtype`. None: as a run without the flag.
+        optimizer: as `TrainOptions.optimizer`.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
         division: of layers over stages, as `Layout.pipeline_split`.
         limits: software that must be able to run every layout; none: any layout is legal.
@@ -96,6 +97,7 @@ class Problem:
     global_batch: int
     precision: str = "bf16"
     grad_dtype: str | None = None
+    optimizer: str = "adamw"
     stack: str = STACK
     division: str | tuple[int, ...] = "balanced"
     limits: tuple[ToolLimits, ...] = ()
@@ -124,14 +126,14 @@ class Problem:
     @property
     def state_bytes(self) -> StateBytes:
         """Bytes of a parameter's state and of an activation's element."""
-        return state_bytes(self.precision, self.grad_dtype)
+        return state_bytes(self.precision, self.grad_dtype, self.optimizer)
 
     @functools.cached_property
     def constants(self) -> Constants:
         gpu = self.cluster.node.gpu
         found = constants(
             gpu.name, self.stack, precision=self.precision, grad_dtype=self.grad_dtype,
-            expert_imbalance=self.expert_imbalance,
+            optimizer=self.optimizer, expert_imbalance=self.expert_imbalance,
         )  # fmt: skip
         if self.precision in FEW_BITS and "bf16" in gpu.flops:
             return few_bits(found, gpu.flops, self.precision)

@@ -31,6 +31,7 @@ from hocket.runtime.data_parallel.buckets import on_gradient
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.lora import adapt
 from hocket.runtime.mesh import Mesh
+from hocket.runtime.moments_8bit import MEAN, SQUARE, code_values
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.spec.errors import HocketError
 from hocket.spec.rehearsal import RankRehearsal, RehearsedDevice
@@ -104,6 +105,8 @@ class Rehearsal:
         """
         if self.spec.options.quantize_base is not None:
             load_library()
+        if self.spec.options.optimizer == "adamw_8bit":
+            code_values(MEAN), code_values(SQUARE)
         begin = time.perf_counter()
         found = RankRehearsal(rank=rank)
         with executing(self.device, rank, self.spec.layout.world_size) as execution:

@@ -51,7 +51,7 @@ def load_library() -> Any:
         import bitsandbytes.functional as functions
     except ImportError as error:
         raise OptionError(
-            f"a base in 4 bits needs bitsandbytes, which cannot be imported: {error}",
+            f"bitsandbytes cannot be imported: {error}",
             hint="pip install 'hocket[lora]'",
         ) from None
     finally:

@@ -6,8 +6,9 @@
     this rank        takes its own boxes, and of a moment its own run
 
 What is read are the bytes that were written, so that values, moments and masters are equal bit for
-bit on every layout; steps on another layout differ by the order of their sums alone. Streams of
-random numbers are keyed by global coordinates, and go on by themselves.
+bit on every layout; steps on another layout differ by the order of their sums alone. Moments in 8
+bits are dequantized as they are read and quantized in the blocks of this rank's shard, whose scales
+are others. Streams of random numbers are keyed by global coordinates, and go on by themselves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.runtime.moments_8bit import SCALES, dequantize_moment, quantize_moment
 from hocket.runtime.tensor_parallel.shards import take
 from hocket.spec.check import covers
 from hocket.spec.checkpoint import Manifest, TensorRecord
@@ -27,7 +29,8 @@ from hocket.spec.placement import Placement
 from hocket.spec.tensor_file import TensorFile
 
 MASTER = "master"
-Part = tuple[TensorFile, TensorRecord]
+Part = tuple[TensorFile, TensorRecord, TensorRecord | None]
+"""A rank's file, a tensor of it, and the tensor of its scales if it is quantized."""
 
 
 class Resharded:
@@ -68,11 +71,14 @@ class Resharded:
         """
         runs: dict[tuple[str, str | None], list[Part]] = {}
         for rank in ranks:
-            for record in manifest.shards[rank].tensors:
-                if record.kind != kind:
-                    continue
+            records = [r for r in manifest.shards[rank].tensors if r.kind == kind]
+            known = {(r.name, r.state): r for r in records}
+            for record in records:
                 if experts in (None, manifest.shards[rank].placements[record.name].is_expert):
-                    runs.setdefault((record.name, record.state), []).append((files[rank], record))
+                    scales = known.get((record.name, f"{record.state}{SCALES}"))
+                    runs.setdefault((record.name, record.state), []).append(
+                        (files[rank], record, scales)
+                    )
         for (name, state), parts in runs.items():
             placement = manifest.shards[ranks[0]].placements[name]
             if state is None:
@@ -95,14 +101,16 @@ class Resharded:
     def state(self, name: str, state: str) -> Tensor:
         """A whole state of a parameter, in its shape; a scalar as it is. Raises CheckpointError."""
         found = self._states[name, state]
-        (file, record), *_ = found[0][1]
-        if not record.shape and found[0][0].shape:
-            return self._read(file, record)
+        part, *_ = found[0][1]
+        if not part[1].shape and found[0][0].shape:
+            return self._read(*part)
         return self._whole(f"{state} of {name}", found)
 
-    def _read(self, file: TensorFile, record: TensorRecord) -> Tensor:
+    def _read(self, file: TensorFile, record: TensorRecord, scales: TensorRecord | None) -> Tensor:
         found: Tensor = self._tensor(file, record)
-        return found
+        if scales is None:
+            return found
+        return dequantize_moment(found, self._tensor(file, scales), str(record.state))
 
     def _whole(self, said: str, found: list[tuple[Placement, list[Part]]]) -> Tensor:
         whole: Tensor | None = None
@@ -149,12 +157,17 @@ def read_into(parallel: Any, source: Resharded, live: Mapping[str, Mapping[str, 
     for name, states in live.items():
         part = parallel.local_part(name)
         for key, tensor in states.items():
+            if key.endswith(SCALES):
+                continue  # made with what they scale
             whole = _state(held[name], key, source)
             if tensor.shape or whole.ndim:
                 local = take(_fitting(name, whole, parallel), parallel.placements[name])
                 whole = local.reshape(-1)[part].view(tensor.shape)
             with torch.no_grad():
-                tensor.copy_(whole)
+                if key + SCALES in states:
+                    quantize_moment(states, key, whole)
+                else:
+                    tensor.copy_(whole)
 
 
 def _held(name: str, placement: Placement, source: Resharded) -> str:

@@ -68,6 +68,7 @@ class TrainOptions:
         steps: optimizer steps (default: 100, or as --epochs).
         epochs: passes over the training data, instead of --steps; fractions are allowed.
         seed: seed of weights, data order and dropout.
+        optimizer: AdamW, moments in fp32 or 8 bits (bitsandbytes). One of: adamw, adamw_8bit.
         lr: peak learning rate (default: 5e-5 for existing weights, 2e-4 with LoRA, for random
             weights by the model's size and at most 1e-3).
         lr_schedule: learning rate decay after warm-up (default: cosine for random weights, else
@@ -134,8 +135,7 @@ class TrainOptions:
             to save is rejected (default: not checked).
         max_restarts: consecutive restarts after a rank died or hung, without a new checkpoint
             between them; a failure that recurs at the same step ends the run at once.
-        elastic: continue in the best layout for the devices there are, where some are lost or
-            return.
+        elastic: continue in the best layout for the devices there are, lost or returned.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
         timeline_steps: number of steps to record, all shown by hocket report --format trace.
@@ -148,8 +148,7 @@ class TrainOptions:
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
-        tracker: trackers of metrics besides the run folder: tensorboard, wandb, mlflow, or several
-            with commas (default: none).
+        tracker: metrics trackers: tensorboard, wandb, mlflow, several with commas (default: none).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.
         emulate_links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g
@@ -160,6 +159,7 @@ class TrainOptions:
     steps: int = 100
     epochs: float | None = None
     seed: int = 0
+    optimizer: str = "adamw"
     lr: float = 1e-3
     lr_schedule: str = "cosine"
     min_lr: float = 1e-4

@@ -74,6 +74,7 @@ SYNONYMS = {
     "num_gpu_blocks_override": "num_blocks",
     "max_tokens": "max_new_tokens",
     "tokenizer_name_or_path": "tokenizer",
+    "optim": "optimizer",
     "chat_template": "chat_template_file",
 }
 """Name in another tool to the name here, of options whose values mean the same."""
@@ -104,8 +105,6 @@ EXPLAINED = {
     "batch_size": "use --global-batch (sequences per step over all ranks) or --micro-batch-size "
     "(sequences per microbatch and rank)",
     "fp16": "use --dtype bf16: there is no loss scaling for fp16",
-    "optimizer": "leave it out: the optimizer is AdamW",
-    "optim": "leave it out: the optimizer is AdamW",
     "deepspeed": "use --zero 1, 2 or 3; `hocket plan --from FILE` reads a DeepSpeed JSON",
     "fsdp": "use --zero 3",
     "print_config": "use hocket config show",

@@ -287,9 +287,9 @@ def offloaded_to_host(parallel: Parallel, **more: Any) -> list[SavedOnHost]:
 
 def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
     """The optimizer of what this rank steps: its parameters, or with ZeRO its share of them."""
-    dims = {name: len(placement.shape) for name, placement in parallel.placements.items()}
+    shapes = {name: placement.shape for name, placement in parallel.placements.items()}
     on_host = parallel.layout.offloads("optimizer")
-    return Optimizer(parallel.named_stepped(), options, dims, on_host=on_host)
+    return Optimizer(parallel.named_stepped(), options, shapes, on_host=on_host)
 
 
 def lora_of(skeleton: nn.Module, options: TrainOptions) -> Lora | None:

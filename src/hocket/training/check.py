@@ -11,6 +11,10 @@ share rows, one process computes each document by itself.
 What is realigned after each step: parameters and optimizer state, since Adam amplifies rounding
 (an entry whose gradient is all but zero moves by a learning rate in either direction).
 
+Moments in 8 bits are rounded in blocks of 256, which a shard cuts otherwise than the whole tensor:
+what that changes in the next step is computed from both moments and allowed, of the entries that
+this rank steps. From the first step on, whose moments are zeros, all entries are compared.
+
 FOLDER/
   step-0.safetensors   start/NAME: as made by the seed or read from files; value/NAME: as trained
   step-K.safetensors   gradient/NAME, value/NAME, exp_avg/NAME, exp_avg_sq/NAME after step K
@@ -31,12 +35,13 @@ from torch import Tensor, nn
 from hocket.models.disk_tensor import DiskTensor
 from hocket.runtime.checkpoint import CheckpointWorld
 from hocket.runtime.device import pick_device
+from hocket.runtime.moments_8bit import MEAN, SCALES, SQUARE, moment_values
 from hocket.spec.check import CheckReport, merged_report, value_limit
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
-from hocket.training.optimizer import Optimizer
+from hocket.training.optimizer import STATE, Optimizer, in_8bit
 from hocket.training.reference import global_batch, num_tokens, rank_microbatches, write_reference
 
 if TYPE_CHECKING:
@@ -125,6 +130,7 @@ def compare_layout(
     _realign(rank, before, 0)
     parallel.reshard()
     optimizer.refresh_masters()
+    last = before
     data_rank = 0 if spec.layout.data_parallel == "threads" else mesh.coordinate["dp"]
     for step in range(1, steps + 1):
         batch = global_batch(spec, step)
@@ -139,9 +145,11 @@ def compare_layout(
         found["losses"].append(float(loss))
         found["norms"].append(float(norm))
         found["gradient"].append(rank.differences(after, "gradient"))
+        rounded = rank.rounded_updates(last, after, step, spec.options)
         optimizer.step(spec.options.lr)
         parallel.unshard()
-        found["value"].append(rank.value_differences(after, step, spec.options))
+        found["value"].append(rank.value_differences(last, after, step, spec.options, rounded))
+        last = after
         _realign(rank, after, step)
         parallel.reshard()
         optimizer.refresh_masters()
@@ -196,11 +204,39 @@ class _Rank:
         return torch.zeros_like(self.parameters[name]) if held is None else held
 
     @torch.no_grad()
+    def rounded_updates(
+        self, before: Reference, after: Reference, step: int, options: TrainOptions
+    ) -> dict[str, Tensor]:
+        """Of parameters with moments in 8 bits, before `step`: how far the update from this rank's
+        moments is from the one by the reference's, of the entries that this rank steps."""
+        found: dict[str, Tensor] = {}
+        for name, state in self.optimizer.state_tensors().items():
+            if step == 1 or MEAN + SCALES not in state:
+                continue
+            here = self.local_part(name)
+            gradient = self.part(after, "gradient", name).reshape(-1)[here]
+            theirs = {key: self.part(before, key, name).reshape(-1)[here] for key in STATE}
+            ours = {key: _wide(moment_values(state, key)).reshape(-1) for key in STATE}
+            one = adam_update(ours, gradient, step, options)
+            other = adam_update(theirs, gradient, step, options)
+            found[name] = options.lr * (one - other).abs()
+        return found
+
+    @torch.no_grad()
     def value_differences(
-        self, file: Reference, step: int, options: TrainOptions
+        self,
+        before: Reference,
+        file: Reference,
+        step: int,
+        options: TrainOptions,
+        rounded: Mapping[str, Tensor],
     ) -> dict[str, tuple[float, float]]:
         """By parameter, the difference of its value that is largest relative to what is allowed for
         that entry, and what is allowed (`spec.check.value_limit`).
+
+        Args:
+            before, file: the reference before and after `step`.
+            rounded: what `rounded_updates` returned.
         """
         found = {}
         for name, parameter in self.parameters.items():
@@ -209,13 +245,33 @@ class _Rank:
                 continue
             theirs = self.part(file, "gradient", name)
             rounding = (_wide(self.gradient(name)) - theirs).abs()
-            second = self.part(file, "exp_avg_sq", name) / (1 - options.beta2**step)
+            second = (1 - options.beta2) * theirs**2
+            if step > 1:
+                second += options.beta2 * self.part(before, SQUARE, name)
+            second /= 1 - options.beta2**step
             amplified = rounding / (second.sqrt() + options.eps)
             allowed = value_limit(options.lr) + 2 * options.lr * amplified
             difference = (_wide(parameter) - self.part(file, "value", name)).abs()
+            if name in rounded:
+                here = self.local_part(name)
+                allowed = allowed.reshape(-1)[here] + rounded[name]
+                difference = difference.reshape(-1)[here]
+            elif step > 1 and in_8bit(self.placements[name].shape, options):
+                found[name] = (0.0, value_limit(options.lr))  # other ranks step all of it
+                continue
             at = int((difference / allowed).argmax())  # the first NaN, if there is one
             found[name] = (float(difference.view(-1)[at]), float(allowed.view(-1)[at]))
         return found
+
+
+def adam_update(
+    moments: Mapping[str, Tensor], gradient: Tensor, step: int, options: TrainOptions
+) -> Tensor:
+    """What a step at learning rate 1 subtracts, without weight decay, from moments before it."""
+    mean = options.beta1 * moments[MEAN] + (1 - options.beta1) * gradient
+    square = options.beta2 * moments[SQUARE] + (1 - options.beta2) * gradient**2
+    root = (square / (1 - options.beta2**step)).sqrt()
+    return mean / (1 - options.beta1**step) / (root + options.eps)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -247,7 +303,7 @@ def _realign(rank: _Rank, file: Reference, step: int) -> None:
     state: dict[str, dict[str, Tensor]] = {}
     for name, held in rank.optimizer.state_tensors().items():
         state[name] = {"step": torch.tensor(float(step))}
-        for key in held.keys() - {"step"}:
+        for key in held.keys() & {*STATE, "master"}:
             part = rank.part(file, "value" if key == "master" else key, name)
             here = rank.local_part(name)
             state[name][key] = part if here == slice(None) else part.reshape(-1)[here]

@@ -5,13 +5,18 @@ to four times faster than its loops (3.2 ms against 9.3 and 13.2 for 4.2 million
 thread). Parameters below fp32 get a master copy here, which is what AdamW steps; the parameter is
 its rounding. An offloaded optimizer has one of every parameter, in the host's memory.
 
+`--optimizer adamw_8bit` stores the moments of parameters of at least 4,096 elements in 8 bits
+(`runtime.moments_8bit`).
+
 On CUDA a step reads nothing from the device: the learning rate is an argument of the kernel, step
-counts are device tensors, and a device tensor tells it to skip a step. Only an offloaded optimizer
-waits, once a step, for the gradients that the host is to step from.
+counts are device tensors, and a device tensor tells it to skip a step. An offloaded optimizer
+waits, once a step, for the gradients that the host is to step from; one in 8 bits to know whether
+the step is skipped, since its kernels take the number of steps from the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,9 +25,11 @@ from torch import Tensor, nn
 
 from hocket.runtime.data_parallel.buckets import grad_dtype
 from hocket.runtime.data_parallel.flat import to_host
+from hocket.runtime.moments_8bit import MEAN, SCALES, SQUARE, AdamW8bit, quantize_moment
+from hocket.spec.precision import SMALLEST_8BIT
 from hocket.spec.run import TrainOptions
 
-STATE = ("exp_avg", "exp_avg_sq")
+STATE = (MEAN, SQUARE)
 
 WIDENED = 16_000_000
 """Gradients below fp32 that are widened at once, as a number of elements."""
@@ -33,25 +40,30 @@ def decays(name: str, dims: int) -> bool:
     return dims >= 2 and not name.endswith("bias")
 
 
+def in_8bit(shape: tuple[int, ...], options: TrainOptions) -> bool:
+    """Whether the moments of a parameter of this whole shape are stored in 8 bits."""
+    return options.optimizer == "adamw_8bit" and math.prod(shape) >= SMALLEST_8BIT
+
+
 class Optimizer:
     """AdamW over the parameters of one rank.
 
     Args:
         parameters: (global name, parameter, or the part of it that this rank steps); a name
             stands for one parameter.
-        options: lr, weight_decay, beta1, beta2, eps.
+        options: optimizer, lr, weight_decay, beta1, beta2, eps.
         on_host: its state lives in the host's memory and is stepped there: of every parameter a
             master in fp32, to which gradients are copied, and from which values are copied back
             (Ren et al. 2021, ZeRO-Offload).
-        dims: number of dimensions of the whole parameter by name, where parts are given. None:
-            as the parameters have.
+        shapes: of the whole parameter by name, where shards are given. None: as the parameters
+            have.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         options: TrainOptions,
-        dims: Mapping[str, int] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
         *,
         on_host: bool = False,
     ) -> None:
@@ -65,29 +77,23 @@ class Optimizer:
         }
         stepped = {**self.parameters, **self.masters}
 
-        def is_decayed(name: str) -> bool:
-            return decays(name, stepped[name].ndim if dims is None else dims[name])
-
-        groups = [
+        whole = {n: tuple(p.shape) if shapes is None else shapes[n] for n, p in stepped.items()}
+        kinds = {n: (decays(n, len(s)), in_8bit(s, options)) for n, s in whole.items()}
+        groups: list[dict[str, Any]] = [
             {
-                "params": [p for n, p in stepped.items() if is_decayed(n) == decayed],
-                "weight_decay": options.weight_decay if decayed else 0.0,
+                "params": [p for n, p in stepped.items() if kinds[n] == kind],
+                "weight_decay": options.weight_decay if kind[0] else 0.0,
+                "bits": 8 if kind[1] else 32,
             }
-            for decayed in (True, False)
+            for kind in sorted(set(kinds.values()), reverse=True)
         ]
-        groups = [group for group in groups if group["params"]]
         self._stepped = stepped
-        self._adamw = (
-            torch.optim.AdamW(
-                groups,
-                lr=options.lr,
-                betas=(options.beta1, options.beta2),
-                eps=options.eps,
-                fused=True,
-            )
-            if groups
-            else None
-        )
+        self._adamw: torch.optim.AdamW | AdamW8bit | None = None
+        more = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
+        if groups and options.optimizer == "adamw_8bit":
+            self._adamw = AdamW8bit(groups, **more)  # type: ignore[arg-type]
+        elif groups:
+            self._adamw = torch.optim.AdamW(groups, fused=True, **more)  # type: ignore[arg-type]
         rounded = [p for n, p in self.parameters.items() if n in self.masters]
         self._rounded: list[Tensor] = [*rounded]
         self._exact = list(self.masters.values())
@@ -118,7 +124,10 @@ class Optimizer:
             return
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        if skip is not None:
+        if isinstance(self._adamw, AdamW8bit):
+            if skip is not None and bool(skip):
+                return
+        elif skip is not None:
             self._adamw.found_inf = self._where_stepped(skip)  # type: ignore[attr-defined]
         for unused in self.parameters.values():
             if unused.grad is None:  # no use of it reaches the loss; it decays on any layout
@@ -190,11 +199,16 @@ class Optimizer:
     # --- state -----------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Global name to `exp_avg`, `exp_avg_sq` (local shapes, fp32), `step` (a scalar) and,
-        below fp32, `master`. The live tensors, not copies. Zeros before the first step.
+        """Global name to `exp_avg`, `exp_avg_sq` (local shapes; fp32, or in 8 bits with their
+        scales, `exp_avg_absmax`), `step` (a scalar) and, below fp32, `master`. The live tensors,
+        not copies. Zeros before the first step.
         """
         if self._adamw is None:
             return {}
+        if isinstance(self._adamw, AdamW8bit):
+            for group in self._adamw.param_groups:
+                for tensor in group["params"]:
+                    self._adamw.state_of(tensor, group)
         found = {}
         for name, tensor in self._stepped.items():
             state = self._adamw.state[tensor]
@@ -203,14 +217,18 @@ class Optimizer:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
                 for key in STATE:
                     state[key] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
-            found[name] = {"step": state["step"], **{key: state[key] for key in STATE}}
+            found[name] = {
+                key: state[key]
+                for key in ("step", *STATE, *(moment + SCALES for moment in STATE))
+                if key in state
+            }
             if name in self.masters:
                 found[name]["master"] = tensor
         return found
 
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over a state in the form of `state_tensors`.
+        """Take over a state in the form of `state_tensors`, all moments in fp32.
 
         Raises:
             KeyError, RuntimeError: names or shapes that are not this optimizer's.
@@ -220,12 +238,17 @@ class Optimizer:
             raise KeyError(f"optimizer state of other names: {sorted(state.keys() ^ mine.keys())}")
         for name, tensors in mine.items():
             for key, tensor in tensors.items():
+                if key.endswith(SCALES):
+                    continue
                 if tensor.shape != state[name][key].shape:
                     raise RuntimeError(
                         f"optimizer state {name} {key} has the shape "
                         f"{tuple(state[name][key].shape)}, expected {tuple(tensor.shape)}"
                     )
-                tensor.copy_(state[name][key])
+                if key + SCALES in tensors:
+                    quantize_moment(tensors, key, state[name][key])
+                else:
+                    tensor.copy_(state[name][key])
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor it holds: moments and masters."""

@@ -138,7 +138,7 @@ def write_reference(
         optimizer.step()
         state = {
             # A parameter that does not train (an expert's bias, which a rule sets) has no state.
-            f"{key}/{name}": optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+            f"{key}/{name}": _moment(optimizer, parameter, key)
             for name, parameter in parameters.items()
             for key in STATE
         }
@@ -293,7 +293,8 @@ def _disturb(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
             parameter.add_(noise.to(parameter.device), alpha=_NOISE)
 
 
-def _plain_adamw(parameters: Mapping[str, nn.Parameter], spec: RunSpec) -> torch.optim.AdamW:
+def _plain_adamw(parameters: Mapping[str, nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
+    """torch's own AdamW, or bitsandbytes' own in 8 bits."""
     options = spec.options
     groups = [
         {
@@ -304,13 +305,30 @@ def _plain_adamw(parameters: Mapping[str, nn.Parameter], spec: RunSpec) -> torch
         }
         for decayed in (True, False)
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        foreach=False,
+    groups = [g for g in groups if g["params"]]
+    more: dict[str, Any] = {
+        "lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps,
+    }  # fmt: skip
+    if options.optimizer == "adamw_8bit":
+        load_library()
+        from bitsandbytes.optim import adamw
+
+        found: torch.optim.Optimizer = adamw.AdamW8bit(groups, **more)  # type: ignore[no-untyped-call]
+        return found
+    return torch.optim.AdamW(groups, foreach=False, **more)
+
+
+def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor:
+    """A moment of a parameter in fp32, under torch's name: `exp_avg` or `exp_avg_sq`."""
+    state = optimizer.state[parameter]
+    number = 1 + STATE.index(key)
+    held: Tensor = state.get(key, state.get(f"state{number}", torch.zeros_like(parameter)))
+    if held.dtype != torch.uint8:
+        return held
+    found: Tensor = load_library().dequantize_blockwise(
+        held, absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=256
     )
+    return found
 
 
 def _values(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

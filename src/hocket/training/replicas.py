@@ -123,8 +123,10 @@ class ReplicaCheck:
     ) -> list[tuple[int, list[int], int | None]]:
         """(index of the tensor, ranks at fault, an index of the axis that has the majority's value
         or None) of each tensor whose checksum is not the same on all of the axis."""
-        sums = torch.stack([torch.hash_tensor(t).view(torch.int64) for t in tensors])
-        mine = sums.to(self._mesh.device).reshape(1, -1)
+        sums = torch.stack(
+            [torch.hash_tensor(t).view(torch.int64).to(self._mesh.device) for t in tensors]
+        )
+        mine = sums.reshape(1, -1)
         rows = collectives.all_gather(
             mine.view(torch.uint8), axis, self._mesh.recorder
         ).contiguous().view(torch.int64).cpu()  # fmt: skip
