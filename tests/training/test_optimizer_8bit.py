@@ -216,7 +216,7 @@ def test_a_rehearsal_counts_its_bytes_and_its_wait() -> None:
     found = rehearse_job(prepare_rehearsal(job, rows=1, gpu="H100"))
     for rank in found.executed.values():
         assert not rank.error
-        assert [read["count"] for read in rank.host_reads] == [1], "it waits to know whether the step is skipped"
+        assert [read["count"] for read in rank.host_reads] == [1]
         # Of each rank's quarter of the state: master 4 bytes, moments 2 in 8 bits, 8 of the norms.
         elements = rank.standing["parameters"] / 2 / 2
         assert rank.standing["optimizer"] == pytest.approx(6.03 * elements, rel=0.01)
