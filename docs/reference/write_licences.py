@@ -23,8 +23,11 @@ EXTRAS = ("train", "serve", "lora", "gpu", "trackers", "report")
 CUDA = re.compile(r"(nvidia|cuda)-(?!ml-py)")
 """Packages that only torch's CUDA builds need: they have one row together."""
 
-ABSENT = {"torchao": "BSD-3-Clause"}
+ABSENT = {"torchao": "BSD-3-Clause", "tzdata": "Apache-2.0"}
 """Packages without requirements that `make setup` does not install; by their own licence files."""
+
+NEWER = {"python-dateutil": ["tzdata"]}
+"""What releases newer than those of `make setup` need, as a fresh installation has them."""
 
 HEAD = """\
 # Licences of the dependencies
@@ -81,7 +84,8 @@ def needed(requirements: list[str]) -> Iterator[str]:
                 continue
             seen.add((name, extra))
             yield name
-            for text in () if name in ABSENT else metadata.requires(name) or ():
+            needs = [] if name in ABSENT else metadata.requires(name) or []
+            for text in (*needs, *NEWER.get(name, ())):
                 other = Requirement(text)
                 if other.marker is None or other.marker.evaluate({"extra": extra}):
                     waiting.append(other)

@@ -508,3 +508,19 @@ def test_a_setting_of_no_option(refused: Run, setting: list[str], hint: str) -> 
     assert f"--set {setting[-1 if len(setting) == 2 else 0].removeprefix('--set=')}: " in said
     assert "hocket train has no option" in said
     assert hint in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(None, "g++ was"), ("no-such-c++ -O2", "no-such-c++ was")]
+)
+def test_compiling_without_a_compiler(
+    refused: Run, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str | None,
+    words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    if name is not None:
+        monkeypatch.setenv("CXX", name)
+    said = refused("train", "tiny-llama", "--data", text, "--device", "cpu", "--compile")
+    assert f"--compile needs a compiler, and {words} not found" in said
+    assert "leave --compile out" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,3 +44,15 @@ class _Stop(Exception):
 
 def _none(*_: Any, **__: Any) -> None:
     raise _Stop
+
+
+def test_without_compilers_the_verbs_that_compile_are_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    found = capabilities.capability_lines()
+    assert "rehearse" not in found[0]
+    assert "needs a C compiler (apt install gcc): fast serving on CPU" in found
+    assert "needs a C++ compiler (apt install g++): rehearse, --dry-run, --compile" in found

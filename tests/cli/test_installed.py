@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.cli.installed import EXTRAS, NEEDS, TRANSFORMERS
+from hocket.cli.installed import EXTRAS, NEEDS, TRANSFORMERS, install_line
 from hocket.cli.main import VERBS, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,3 +85,19 @@ def test_the_table_names_verbs_and_what_their_extras_install() -> None:
     for extra, modules in EXTRAS.items():
         text = " ".join(project["optional-dependencies"][extra])
         assert all(module.replace("_", "-") in text for module in modules), extra
+
+
+@pytest.mark.parametrize(
+    ("receipt", "line"),
+    [
+        ("uv-receipt.toml", "uv tool install --force 'hocket[train]'"),
+        ("pipx_metadata.json", "pipx install --force 'hocket[train]'"),
+        ("pyvenv.cfg", "pip install 'hocket[train]'"),
+    ],
+)
+def test_the_tool_that_made_the_environment_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receipt: str, line: str
+) -> None:
+    (tmp_path / receipt).touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert install_line("hocket[train]") == line

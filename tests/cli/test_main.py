@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tomllib
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 
 from hocket.cli import completion, config, spelling
+from hocket.cli import main as entry
 from hocket.cli.flags import parse_flags
 from hocket.cli.main import EXIT_CODES, VERBS, main, usage
 from hocket.spec.errors import OptionError
@@ -412,3 +414,20 @@ def test_an_interrupt_inside_exec_is_an_exit_code_as_well() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (found.returncode, found.stderr) == (130, "hocket: interrupted\n")
+
+
+def test_a_warning_of_hocket_is_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[str] = []
+    place = str(Path(entry.__file__).parents[1] / "jobs" / "generate.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda message, *where: others.append(str(message))
+        )
+        entry._show_renamed()
+        warnings.warn_explicit("no kernels in C", UserWarning, place, 70)
+        warnings.warn_explicit("of another package", UserWarning, "/elsewhere.py", 1)
+    assert capsys.readouterr().err == "hocket: warning: no kernels in C\n"
+    assert others == ["of another package"]

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 
-from hocket.cli.installed import EXTRAS, NEEDS
+from hocket.cli.installed import EXTRAS, NEEDS, install_line
 from hocket.cli.main import VERBS
 
 
@@ -16,17 +16,25 @@ def capability_lines() -> list[str]:
         extra: [name for name in names if importlib.util.find_spec(name) is None]
         for extra, names in EXTRAS.items()
     }
-    works = [verb for verb in VERBS if not missing.get(NEEDS.get(verb, ""), [])]
+    compilers = [os.environ.get("CXX", "").partition(" ")[0], "c++", "g++", "clang++"]
+    rehearses = any(map(shutil.which, filter(None, compilers)))
+    works = [
+        verb
+        for verb in VERBS
+        if not missing.get(NEEDS.get(verb, ""), []) and (rehearses or verb != "rehearse")
+    ]
     found = [f"works here: {', '.join(works)}"]
     for extra, names in missing.items():
         verbs = [verb for verb in VERBS if NEEDS.get(verb) == extra]
         if names:
-            found.append(f"needs pip install 'hocket[{extra}]': {', '.join(verbs)}")
+            found.append(f"needs {install_line(f'hocket[{extra}]')}: {', '.join(verbs)}")
     if shutil.which(os.environ.get("CC", "cc")) is None:
         found.append("needs a C compiler (apt install gcc): fast serving on CPU")
+    if not rehearses:
+        found.append("needs a C++ compiler (apt install g++): rehearse, --dry-run, --compile")
     for module, extra, what in OPTIONAL:
         if importlib.util.find_spec(module) is None:
-            found.append(f"needs pip install 'hocket[{extra}]': {what}")
+            found.append(f"needs {install_line(f'hocket[{extra}]')}: {what}")
     if not _has_gpus():
         found.append("needs a CUDA GPU: bf16 and fp8 at speed, NCCL, hocket doctor --gpu")
     return found

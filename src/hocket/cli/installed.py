@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import sys
+from pathlib import Path
 
 from hocket.spec.errors import OptionError
 
@@ -19,24 +21,8 @@ EXTRAS = {
 }  # fmt: skip
 """Modules that each extra installs and its verbs cannot do without."""
 
-NEEDS = {
-    **dict.fromkeys(
-        (
-            "train",
-            "demo",
-            "check",
-            "chaos",
-            "compare",
-            "tour",
-            "generate",
-            "export",
-            "rehearse",
-            "probe",
-        ),
-        "train",
-    ),
-    "serve": "serve",
-}
+_TRAINED = "train demo check chaos compare tour generate export rehearse probe"
+NEEDS = {**dict.fromkeys(_TRAINED.split(), "train"), "serve": "serve"}
 """The extra of each verb; verbs that are not listed run from the base install."""
 
 
@@ -58,7 +44,7 @@ def require_extra(verb: str) -> None:
     if missing:
         raise OptionError(
             f"hocket {verb} needs packages that are not installed: {', '.join(missing)}",
-            hint=f"pip install 'hocket[{extra}]'",
+            hint=install_line(f"hocket[{extra}]"),
         )
     found = importlib.metadata.version("transformers")
     oldest, beyond = TRANSFORMERS
@@ -67,6 +53,14 @@ def require_extra(verb: str) -> None:
             f"transformers {found} is installed; hocket works with {oldest} and before {beyond}",
             hint=f"pip install 'transformers>={oldest},<{beyond}'",
         )
+
+
+def install_line(package: str) -> str:
+    """The command that installs a package into this environment, by the tool that made it."""
+    for receipt, tool in (("uv-receipt.toml", "uv tool"), ("pipx_metadata.json", "pipx")):
+        if (Path(sys.prefix) / receipt).exists():
+            return f"{tool} install --force '{package}'"
+    return f"pip install '{package}'"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

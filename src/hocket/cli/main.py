@@ -132,11 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_renamed() -> None:
-    """Print the warning of an old name as a line of hocket's own; others as Python does."""
+    """Print hocket's own warnings as lines, without a place in its code; others as Python does."""
     show = warnings.showwarning
+    ours = os.path.dirname(os.path.dirname(__file__))
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
-        if category.__name__ == "RenamedWarning":
+        if category.__name__ == "RenamedWarning" or str(where[0]).startswith(ours):
             print(f"hocket: warning: {message}", file=sys.stderr, flush=True)
         else:
             show(message, category, *where, **options)

@@ -4,6 +4,8 @@ they start. The rules stand in `spec.capabilities`."""
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from typing import TYPE_CHECKING
 
 from hocket.spec.capabilities import PRECISIONS, TRAINED, refused_offload, refused_precision
@@ -46,6 +48,22 @@ def device_kind(options: TrainOptions) -> str:
             hint="--backend auto",
         )
     return kind
+
+
+def reject_compile(options: TrainOptions) -> None:
+    """Refuse --compile where the compiler that it calls is missing. Raises OptionError.
+
+    On a CPU torch.compile calls $CXX or g++; on CUDA Triton calls $CC, gcc or clang.
+    """
+    variable, names, package = ("CXX", ["g++"], "g++")
+    if on_cuda(options):
+        variable, names, package = ("CC", ["gcc", "clang"], "gcc")
+    names = [os.environ[variable].split()[0]] if os.environ.get(variable) else names
+    if options.compile and not any(map(shutil.which, names)):
+        raise OptionError(
+            f"--compile needs a compiler, and {' or '.join(names)} was not found on PATH",
+            hint=f"apt-get install {package}, or leave --compile out",
+        )
 
 
 def reject_precision(

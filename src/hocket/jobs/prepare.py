@@ -132,6 +132,7 @@ def device_checked(options: TrainOptions) -> None:
             hint="HOCKET_STATE_COPIES=DIR of a file system in memory, or --replicate-state 0",
         )
     precision.device_kind(options)
+    precision.reject_compile(options)
 
 
 def _with_weights(name: str) -> str:
