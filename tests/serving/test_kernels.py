@@ -361,6 +361,22 @@ def test_the_lack_of_kernels_is_reported_with_the_fix(
     assert library.library_remark() is None
 
 
+def test_a_compiler_that_is_too_slow_is_not_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nexec sleep 60\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+    monkeypatch.setattr(library, "_SECONDS", 1.0)
+    remark = library.library_remark()
+    assert remark is not None
+    assert f"{slow} took more than 1 s; " in remark
+    assert "Fix: start it again when" in remark
+
+
 def test_they_are_compiled_once_for_a_processor(
     form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -107,6 +107,9 @@ def library_remark() -> str | None:
         said = next((line for line in lines if "error" in line), f"exit code {error.returncode}")
         wrong = f"{compiler[0]} cannot compile them ({said})"
         fix = "apt-get install libc6-dev, or CC=another compiler"
+    except subprocess.TimeoutExpired as error:
+        wrong = f"{compiler[0]} took more than {error.timeout:g} s"
+        fix = "start it again when the machine is less busy"
     except (OSError, subprocess.SubprocessError) as error:
         wrong, fix = f"they cannot be kept in {library_folder()} ({error})", "XDG_CACHE_HOME=DIR"
     else:
