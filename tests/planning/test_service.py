@@ -357,3 +357,73 @@ def test_a_deployment_of_groups_is_found_and_written() -> None:
     assert again.most_requests_per_second == pytest.approx(best[0].most_requests_per_second)
     with pytest.raises(LayoutError, match="expert"):
         answer_one(SEVENTY, Layout.parse("dp8.ep4"))
+
+
+LONG = dataclasses.replace(
+    EIGHT,
+    shape=shape("qwen3-8b"),
+    service=Service(prompt_len=32768, output_len=256, requests_per_second=0.05, ttft_ms=8000.0),
+)
+
+
+def test_long_prompts_are_tried_over_context_ranks() -> None:
+    """They share a prompt, its time and the cache; each holds the weights."""
+    assert {group.cp for group in LONG.groups()} == {1, 2, 4, 8}
+    assert all(group.ep == 1 or group.cp == 1 for group in LONG.groups())
+    one, four = LONG, LONG.grouped(1, 4)
+    assert four is LONG.grouped(1, 4)
+    assert four.prices(1, 1).gpus == 4
+    assert four.prices(1, 1).weight_bytes == one.prices(1, 1).weight_bytes
+    assert four.cached_tokens(1, 1) > 3.5 * one.cached_tokens(1, 1)
+    alone, split = (candidate(group, 1, 1, 2048).floor_ttft for group in (one, four))
+    assert 0.2 * alone < split < 0.5 * alone
+    short = LONG.under(dataclasses.replace(LONG.service, prompt_len=4096))
+    assert {group.cp for group in short.groups()} == {1}
+    cached = LONG.under(dataclasses.replace(LONG.service, prefix_cache_hit_rate=0.9))
+    assert {group.cp for group in cached.groups()} == {1}
+
+
+def test_a_deployment_over_context_ranks_is_found_and_estimated_the_same() -> None:
+    found = answer(LONG, top=8, pins={"cp": 2})
+    assert found.deployments
+    for one in found.deployments:
+        assert one.layout.cp == 2
+        assert one.num_gpus == one.layout.world_size
+        (again,) = answer_one(LONG, one.layout, one.max_num_batched_tokens).deployments
+        assert again.ttft == one.ttft
+        assert again.memory_by_kind == one.memory_by_kind
+    best = found.deployments[0]
+    assert any(line.startswith("tp2 at best") for line in explain_deployment(LONG, best))
+    table = need_map(LONG, rates=(0.05,), tpots=(100.0,), pins={"cp": 2})
+    assert table.layouts[0][0] is not None
+    assert "cp2" in table.layouts[0][0]
+
+
+def test_serve_takes_every_layout_that_is_proposed() -> None:
+    from hocket.jobs.serving.context import require_divided_blocks
+    from hocket.jobs.serving.request import legal_server_layout
+    from hocket.models.source import resolve_model
+    from hocket.spec.serving import BLOCK_SIZE
+
+    names = ("qwen3-8b", "mixtral-8x7b", "gpt-oss-20b")
+    seen = set()
+    for name in names:
+        problem = dataclasses.replace(
+            LONG, shape=shape(name), service=dataclasses.replace(LONG.service, prompt_len=16384)
+        )
+        source = resolve_model(name)
+        for one in candidate_replicas(problem):
+            layout = Layout(dp=one.ep, pp=one.pp, cp=one.cp, tp=one.tp, ep=one.ep)
+            legal_server_layout(source, layout, "cpu")
+            require_divided_blocks(BLOCK_SIZE, layout)
+            seen.add((name, one.cp))
+    assert seen == {(name, cp) for name in names for cp in (1, 2, 4, 8)}
+
+
+def test_the_command_of_another_server_has_no_context_ranks() -> None:
+    from hocket.jobs.serving.table import pins_of
+
+    assert pins_of("vllm", None, ("tp=2",)) == ("tp=2", "cp=1")
+    assert pins_of("hocket", None, ("tp=2",)) == ("tp=2",)
+    assert pins_of(None, None, ()) == ()
+    assert pins_of("sglang", "tp4.cp2", ()) == ()

@@ -312,7 +312,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         cluster=flags.cluster,
         top=flags.top,
         layout=flags.layout,
-        pin=flags.pin,
+        pin=serve_table.pins_of(flags.emit, flags.layout, flags.pin),
         explain=flags.explain,
         **given,
     )

@@ -234,6 +234,12 @@ class ModelShape:
     uneven: bool = False
 
     @property
+    def attends(self) -> bool:
+        """Whether every layer attends, and none hands a state on along the sequence: what context
+        ranks (cp) can split."""
+        return not self.uneven and all(self.blocks[kind].attention for kind in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, tied ones once."""
         total = sum(self.blocks[kind].num_parameters for kind in self.layers)

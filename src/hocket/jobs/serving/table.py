@@ -80,6 +80,12 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
         )
 
 
+def pins_of(tool: str | None, layout: str | None, pins: Sequence[str]) -> tuple[str, ...]:
+    """The pins of a plan that is printed for a server: those of others have no flag for cp."""
+    free = layout is None and not any(pin.startswith("cp") for pin in pins)
+    return (*pins, "cp=1") if tool not in (None, HOCKET) and free else tuple(pins)
+
+
 def emitted_deployment(plan: ServicePlan, tool: str) -> str:
     """The best deployment as another server's command.
 

@@ -89,7 +89,8 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
 def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     """What sets the number of GPUs: what one replica fewer would miss."""
     layout = best.layout
-    one = candidate(problem.grouped(layout.ep), layout.tp, layout.pp, best.max_num_batched_tokens)
+    group = problem.grouped(layout.ep, layout.cp)
+    one = candidate(group, layout.tp, layout.pp, best.max_num_batched_tokens)
     latencies = played(problem, one, best.replicas - 1)
     if latencies is None:
         return "One replica fewer could not keep up."
@@ -99,7 +100,7 @@ def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
 def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:
     """How many replicas of a saturated layout meet the goals."""
     layout = best.layout
-    axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "cp": layout.cp}
     axes["max_num_batched_tokens"] = best.max_num_batched_tokens
     found = _best(problem.unbounded(), axes)
     if found is None:
@@ -120,6 +121,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
     stages = {max(1, layout.pp // 2), layout.pp * 2} - {layout.pp}
     changes += [(f"pp{n}", {"pp": n}) for n in sorted(stages)]
     changes += [("ep1", {"ep": 1})] if layout.ep > 1 else []
+    changes += [("cp1", {"cp": 1})] if layout.cp > 1 else []
     for name, change in changes:
         if any(key in pins for key in change):
             continue
@@ -145,7 +147,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
 def _why(problem: ServiceProblem, best: ServiceForecast, other: ServiceForecast) -> str:
     """What makes the other deployment need more."""
     a, b = other.layout, best.layout
-    size, own = a.tp * a.pp * a.ep, b.tp * b.pp * b.ep
+    size, own = (one.tp * one.pp * one.cp * one.ep for one in (a, b))
     each = other.most_requests_per_second / other.num_gpus
     against = best.most_requests_per_second / best.num_gpus
     if other.num_gpus == size and size > own:
@@ -286,7 +288,7 @@ def _best(problem: ServiceProblem, pins: dict[str, int]) -> Deployed | None:
 
 def _replicas(best: ServiceForecast) -> str:
     count, layout = best.replicas, best.layout
-    size = layout.tp * layout.pp * layout.ep
+    size = layout.tp * layout.pp * layout.cp * layout.ep
     gpus = f"{size} {best.gpu}"
     return f"{count} replicas of {gpus}" if count > 1 else f"one replica of {gpus}"
 

@@ -8,6 +8,7 @@ from typing import Any
 from hocket.planning.service.forecast import ServiceForecast
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.search import Deployed, Pins, candidate_replicas, search_deployments
+from hocket.spec.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,5 +85,4 @@ def need(
 def _layout_text(deployed: Deployed) -> str:
     """The layout of a deployment: `dp2.tp4`."""
     one = deployed.candidate
-    degrees = (("dp", deployed.replicas * one.ep), ("pp", one.pp), ("tp", one.tp), ("ep", one.ep))
-    return ".".join(f"{axis}{degree}" for axis, degree in degrees if degree > 1) or "dp1"
+    return str(Layout(dp=deployed.replicas * one.ep, pp=one.pp, cp=one.cp, tp=one.tp, ep=one.ep))

@@ -31,7 +31,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.service import Service
 from hocket.spec.units import format_bytes
 
-PINS = ("tp", "pp", "ep", "dp", "max_num_batched_tokens")
+PINS = ("tp", "pp", "cp", "ep", "dp", "max_num_batched_tokens")
 """What can be pinned; dp is the number of replicas."""
 
 
@@ -193,9 +193,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             hint=f"--layout {dataclasses.replace(plain, ep=1)}",
         )
     _divides(problem, tp, pp)
-    problem, replicas = problem.grouped(layout.ep), layout.dp // layout.ep
-    if layout.cp > 1:
-        problem = dataclasses.replace(problem, cp=layout.cp)
+    problem, replicas = problem.grouped(layout.ep, layout.cp), layout.dp // layout.ep
     chunk = usual_chunk(pp) if chunk is None else chunk
     if problem.sequences(tp, pp, chunk) < 1:
         prices = problem.prices(tp, pp, chunk)
@@ -288,9 +286,9 @@ def _why_none(
         low = min(floors) * 1e3
         if goal is not None and low > goal:
             at = fitting[floors.index(min(floors))]
+            more = "".join(f".{axis}{n}" for axis, n in (("cp", at.cp), ("ep", at.ep)) if n > 1)
             return (
-                f"{what} of a request alone is at least {low:,.0f} ms (tp{at.tp}.pp{at.pp}"
-                f"{f'.ep{at.ep}' if at.ep > 1 else ''}), "
+                f"{what} of a request alone is at least {low:,.0f} ms (tp{at.tp}.pp{at.pp}{more}), "
                 f"not {goal:g}: no number of {name} is faster"
             )
     both = [one for one in fitting if not too_slow(problem, one)]

@@ -30,6 +30,12 @@ Kind = TypeVar("Kind")
 CHUNKS = (2048, 512, 8192)
 """Budgets of tokens of one step that are tried, see `usual_chunk`."""
 
+LONG_PROMPT = 8192
+"""Tokens of a prompt that are not cached, from which on context ranks are tried."""
+
+CONTEXT = (2, 4, 8, 16)
+"""Context ranks that are tried: they divide the 16 tokens of a block of hocket's cache."""
+
 LARGEST = 4
 """A replica has at most so many times the GPUs that its weights need."""
 
@@ -52,6 +58,7 @@ class ServiceProblem:
         expert_imbalance: tokens of the expert rank that gets most, over the mean.
         ep: data ranks of one replica: attention divides its sequences among them, and each holds a
             share of the experts (DeepSeek-AI 2024, section 3.4). 1: replicas of tp and pp alone.
+        cp: context ranks of one replica, which share each prompt and the cache.
     """
 
     shape: ModelShape
@@ -149,24 +156,33 @@ class ServiceProblem:
             for tp in tensor_degrees(self.shape)
             if held % tp == 0 or (tp % held == 0 and (tp <= domain or tp % domain == 0))
             for pp in stages
-            if least <= tp * pp * self.ep <= most
-            if self.ep == 1 or tp * self.ep <= domain
+            if least <= tp * pp * self.ep and tp * pp * self.ep * self.cp <= most
+            if self.ep * self.cp == 1 or tp * self.ep * self.cp <= domain
         ]
         return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
 
     def groups(self) -> list[ServiceProblem]:
         """The problem with each number of data ranks that a replica's experts can be divided over,
-        inside the links that GPUs share: all-to-alls follow every layer."""
+        and of context ranks where prompts are long, inside the links that GPUs share: collectives
+        follow every layer."""
         most = max(self.cluster.node.link.domain, self.cluster.node.num_gpus)
-        degrees = [n for n in divisors(self.shape.experts or 1) if 1 < n <= most]
-        room = self.num_gpus or most
-        return [self, *(self.grouped(n) for n in degrees if n <= room)]
+        room = min(most, self.num_gpus or most)
+        degrees = [n for n in divisors(self.shape.experts or 1) if 1 < n <= room]
+        long = self.service.prefilled >= LONG_PROMPT and self.shape.attends
+        context = [n for n in CONTEXT if n <= room] if long else []
+        return [
+            self,
+            *(self.grouped(n) for n in degrees),
+            *(self.grouped(1, n) for n in context),
+        ]
 
-    def grouped(self, ep: int) -> ServiceProblem:
-        """The problem of replicas with so many data ranks; each is kept."""
-        if ep == self.ep:
+    def grouped(self, ep: int, cp: int = 1) -> ServiceProblem:
+        """The problem of replicas with so many data ranks and context ranks; each is kept."""
+        if (ep, cp) == (self.ep, self.cp):
             return self
-        group = self.remembered(("grouped", ep), lambda: dataclasses.replace(self, ep=ep))
+        group = self.remembered(
+            ("grouped", ep, cp), lambda: dataclasses.replace(self, ep=ep, cp=cp)
+        )
         if (group.service, group.bounded) == (self.service, self.bounded):
             return group
         return group.under(self.service, bounded=self.bounded)

@@ -1,6 +1,6 @@
 """The search: fewest GPUs of one kind that meet a service's goals.
 
-every (tp, pp, token budget) that fits -> the rate it can carry in a steady state -> least replicas
+every (tp, pp, ep, cp, token budget) that fits -> its rate in a steady state -> least replicas
 -> the most promising are played against the traffic, with more replicas until the goals are met
 
 In a steady state of b sequences a round of T(b) seconds gives b tokens and reads b x prompt /
@@ -82,7 +82,7 @@ def candidate_replicas(problem: ServiceProblem, pins: Pins | None = None) -> lis
     pins = pins or {}
     found = []
     for group in problem.groups():
-        if pins.get("ep", group.ep) != group.ep:
+        if pins.get("ep", group.ep) != group.ep or pins.get("cp", group.cp) != group.cp:
             continue
         for tp, pp in group.splits():
             chunk = pins.get("max_num_batched_tokens", usual_chunk(pp))
@@ -194,7 +194,7 @@ def played(
     Args:
         hasty: None as well as soon as it is certain that a goal is missed.
     """
-    problem = problem.grouped(one.ep)
+    problem = problem.grouped(one.ep, one.cp)
     service = problem.service
     if problem.requests is not None:
         return _played_trace(problem, problem.requests, one, replicas, hasty=hasty)
@@ -335,9 +335,9 @@ def search_deployments(
     """The deployments that meet the goals, fewest GPUs first, then quickest answers.
 
     Args:
-        top: how many, each with another (tp, pp, ep).
-        pins: tp, pp, ep, dp (of all replicas) or max_num_batched_tokens to the only value that each
-            may have.
+        top: how many, each with another (tp, pp, ep, cp).
+        pins: tp, pp, ep, cp, dp (of all replicas) or max_num_batched_tokens to the only value that
+            each may have.
         found: the candidates, where they are known.
     """
     pins = pins or {}
@@ -356,7 +356,7 @@ def search_deployments(
         deployed = None
         others = () if "max_num_batched_tokens" in pins else CHUNKS
         for chunk in dict.fromkeys((one.chunk, *others)):
-            group = problem.grouped(one.ep)
+            group = problem.grouped(one.ep, one.cp)
             other = one if chunk == one.chunk else candidate(group, one.tp, one.pp, chunk)
             most = enough if deployed is None else deployed.gpus - one.size
             replicas = None if asked is None else asked // one.ep
@@ -373,7 +373,7 @@ def forecast_of(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
     """The forecast of a deployment."""
     one = deployed.candidate
     return deployment_forecast(
-        problem.grouped(one.ep),
+        problem.grouped(one.ep, one.cp),
         tp=one.tp,
         pp=one.pp,
         chunk=one.chunk,
