@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
+from hocket.launch.gpus import cuda_shows
 from hocket.reporting import card as words
 from hocket.reporting.card_page import card_html
 from hocket.spec.doctor import CANNOT, FAIL, PASS, CardLine, ReportCard
@@ -111,6 +112,11 @@ def test_the_verb_reports_the_environment(capsys: pytest.CaptureFixture[str]) ->
     assert "\nenvironment" in out
     assert "env-shared-memory" in out
     assert "hocket doctor --gpu --only env-limits" in out
+    lines = [line for line in out.splitlines() if "env-driver" in line]
+    if not cuda_shows():  # what waits for a GPU is one paragraph
+        assert len(lines) == 1
+        assert "need GPUs that are not here: " in out
+        assert "\n  cannot  env-" not in out
 
 
 def test_the_verb_lists_checks(capsys: pytest.CaptureFixture[str]) -> None:

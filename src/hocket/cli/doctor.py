@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import tyro
 from hocket.cli import capabilities
 from hocket.cli.flags import Folder, parse_flags
 from hocket.cli.progress import silent
+from hocket.spec.doctor import CANNOT
 
 if TYPE_CHECKING:
     from hocket.spec.doctor import CardLine
@@ -60,18 +62,26 @@ def main(arguments: Sequence[str]) -> int:
     if flags.list:
         print(job.listing(checks))
         return 0
-    if not (flags.json or flags.gpu or flags.only or flags.group or silent()):
-        print("\n".join(capabilities.capability_lines()) + "\n", flush=True)
+    plain = not (flags.json or flags.gpu or flags.only or flags.group)
+    waiting: list[str] = []
+    if plain and not silent():
+        print("\n".join(capabilities.capability_lines()), flush=True)
     folder = job.card_folder(flags.out, whole=flags.gpu and not flags.only and not flags.group)
     before: CardLine | None = None
 
     def tell(line: CardLine) -> None:
         nonlocal before
+        if plain and line.status == CANNOT and line.reason.startswith("needs "):
+            waiting.append(line.id)
+            return
         if not flags.json:
             print(job.progress_text(line, before, checks), flush=True)
         before = line
 
     card = job.doctor(checks, minutes=flags.minutes, on_line=tell)
+    if waiting:
+        text = f"  need GPUs that are not here: {', '.join(waiting)}"
+        print(textwrap.fill(text, 100, break_on_hyphens=False, subsequent_indent="    "))
     print(card.to_json() if flags.json else f"\n{job.card_summary(card)}")
     if folder is not None:
         files = job.write_card(card, folder)
