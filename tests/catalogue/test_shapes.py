@@ -69,10 +69,7 @@ def test_no_torch_is_needed():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    "name",
-    ["gpt2", "llama-3-70b", "mixtral-8x7b", "falcon-180b", "bloom-176b", "gpt-j-6b"],
-)
+@pytest.mark.parametrize("name", models.model_names())
 def test_shipped_shapes_are_fresh(name):
     from hocket.models.trace import trace
 

@@ -59,6 +59,12 @@ def held(model: ModelShape, tp: int) -> float:
     return total
 
 
+def replicated(model: ModelShape) -> bool:
+    """Whether tensor parallelism leaves its experts whole (gpt-oss)."""
+    weights = [w for block in model.blocks.values() for w in block.weights]
+    return model.experts > 0 and not any(w.split == "expert" for w in weights)
+
+
 def layouts(model: ModelShape, count: int, *, pp: int = 1) -> list[Layout]:
     """Random ones; a third of those with experts slice these otherwise than all else (etp)."""
     draw = random.Random(seed())
@@ -103,10 +109,10 @@ def test_the_state_of_all_ranks_is_the_models_times_its_copies(name: str) -> Non
         world = layout.world_size
         # Counted here by hand, rank by rank: who holds the same, and how many of them share it.
         holders = layout.dp * layout.cp
-        same = layout.expert_copies
+        same = layout.expert_copies * (layout.expert_tp if replicated(model) else 1)
         near = (layout.shard or layout.dp) * layout.cp * layout.tp
         near = max(near // (layout.ep * layout.expert_tp), 1)
-        shared = (layout.shard or layout.dp) * layout.cp, math.gcd(same, near)
+        shared = (layout.shard or layout.dp) * layout.cp, math.gcd(layout.expert_copies, near)
         shared = shared if layout.zero else (1, 1)
         everywhere = held(model, layout.tp)
         optimizer = 12 * (everywhere * holders / shared[0] + expert * same / shared[1])

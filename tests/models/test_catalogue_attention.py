@@ -38,7 +38,7 @@ def test_no_layer_multiplies_out_its_scores(name: str) -> None:
         if text.get("layer_types"):
             text["layer_types"] = text["layer_types"][:6]
     model: Any = build_skeleton(config, dtype=torch.bfloat16)
-    if attention._flexible(model):
+    if attention.flexible(model):
         model.config._attn_implementation = FLEX
     for packed in (False, True):
         for layer, _ in layers_of(model, seq_len=8192, packed=packed):

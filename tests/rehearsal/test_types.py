@@ -36,17 +36,20 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "layout", "tokens"),
     [
-        ("falcon", "tp2"),  # one key/value head within a fused matrix, on every rank
-        ("gpt_oss", "tp2"),  # experts that tensor parallelism does not split
-        ("doge", "dp2"),  # positions are selected in sequences that are longer than this one
-        ("inkling_text", "dp2"),  # the widest tensor is an inner one of attention
+        ("falcon", "tp2", 64),  # one key/value head within a fused matrix, on every rank
+        ("gpt_oss", "tp2", 64),  # experts that tensor parallelism does not split
+        ("gpt_oss", "dp2", 512),  # sinks: flex attention saves no scores
+        ("gpt_oss", "tp2:recompute=selective", 512),
+        ("gemma2", "dp2", 512),  # soft caps, likewise
+        ("doge", "dp2", 64),  # positions are selected in sequences that are longer than this one
+        ("inkling_text", "dp2", 64),  # the widest tensor is an inner one of attention
     ],
 )
 def test_predicted_memory_is_within_5_percent(
-    workers: RehearsalWorkers, tmp_path: Path, kind: str, layout: str
+    workers: RehearsalWorkers, tmp_path: Path, kind: str, layout: str, tokens: int
 ) -> None:
-    row = rehearsed(kind, "train", layout, workers, tmp_path)
+    row = rehearsed(kind, "train", layout, workers, tmp_path, tokens)
     assert row["outcome"] == OK, row
     assert abs(row["error"]) <= 0.05, row

@@ -24,26 +24,30 @@ STEPS = (*(("train", layout) for layout in ("dp2", "tp2", "dp2.ep2", "cp2")), ("
 OK, REJECTED, CRASHED = "ok", "rejected", "crashed"
 
 
-def tiny_model(kind: str, workers: RehearsalWorkers, folder: Path) -> str:
+def tiny_model(kind: str, workers: RehearsalWorkers, folder: Path, tokens: int = 64) -> str:
     """Write the configuration of a type's tiny model, once; its directory."""
-    where = folder / kind
+    where = folder / f"{kind}-{tokens}"
     if not where.exists():
         task = {"task": "call", "entry": "tests.rehearsal.inside:tiny_config"}
         (event,) = workers.run([{**task, "arguments": {"kind": kind}}])
+        if tokens > event["value"].get("max_position_embeddings", tokens):
+            event["value"]["max_position_embeddings"] = tokens
         where.mkdir()
         (where / "config.json").write_text(json.dumps(event["value"]))
     return str(where)
 
 
 def rehearsed(
-    kind: str, step: str, layout: str, workers: RehearsalWorkers, folder: Path
+    kind: str, step: str, layout: str, workers: RehearsalWorkers, folder: Path, tokens: int = 64
 ) -> dict[str, Any]:
     """Rehearse a type's tiny model: `kind`, `step`, `layout`, `outcome`, `why`, `error` (of the
-    predicted peak memory), `host_reads`, `different` (collectives)."""
+    predicted peak memory), `host_reads`, `different` (collectives). `tokens`: of a sequence."""
     row = {"kind": kind, "step": step, "layout": layout}
-    function = _train if step == "train" else _serve
     try:
-        return {**row, **function(tiny_model(kind, workers, folder), layout, workers)}
+        model = tiny_model(kind, workers, folder, tokens)
+        if step == "train":
+            return {**row, **_train(model, layout, workers, tokens)}
+        return {**row, **_serve(model, layout, workers)}
     except HocketError as error:
         return {**row, **_failed(error)}
 
@@ -54,8 +58,8 @@ def _failed(error: HocketError) -> dict[str, Any]:
     return {"outcome": CRASHED if crashed else REJECTED, "why": error.message, "trace": notes}
 
 
-def _train(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]:
-    given = {"seq_len": 64, "dtype": "bf16", "device": "cuda", "model": model, "layout": layout}
+def _train(model: str, layout: str, workers: RehearsalWorkers, tokens: int) -> dict[str, Any]:
+    given = {"seq_len": tokens, "dtype": "bf16", "device": "cuda", "model": model, "layout": layout}
     found = rehearse_job(prepare_rehearsal(request(given), rows=1), workers=workers)
     report = found.report
     pairs = zip(report.peak_bytes, report.predicted_peak_bytes, strict=True)

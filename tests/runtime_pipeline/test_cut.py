@@ -106,10 +106,10 @@ def test_what_no_module_computes_happens_once(bounds: tuple[int, ...]) -> None:
 @pytest.mark.torch
 def test_costs_count_the_head_even_if_tied() -> None:
     module, plan = gpt2(2, tied=True)
-    costs = cut_costs(module, plan)
-    layer = sum(p.numel() for p in module.transformer.h[0].parameters())
+    costs = cut_costs(module, plan, cuda=False)
+    layer = sum(p.numel() for p in module.transformer.h[0].parameters() if p.ndim == 2)
     assert costs["layer_costs"] == [layer, layer]
-    assert costs["after_cost"] == module.lm_head.weight.numel() + 2 * HIDDEN
+    assert costs["after_cost"] == module.lm_head.weight.numel()
 
 
 @pytest.mark.torch

@@ -109,10 +109,11 @@ def block_times(
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
-    if np.any(block.weights_expert > 0):
+    routed = block.weights_expert + block.weights_expert_whole > 0
+    if np.any(routed):
         sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
         apart = element * sorting * uneven * tokens / memory + constants.expert_time
-        apart = np.where(block.weights_expert > 0, apart, 0.0)
+        apart = np.where(routed, apart, 0.0)
         forward, inputs = forward + apart, inputs + apart
 
     talk, talk_backward, ulysses = _communication(
@@ -237,7 +238,8 @@ def _communication(
         exchange = context_times(block.cores, at, tokens, core, platform)
         forward, backward = forward + exchange.forward, backward + exchange.backward
         ulysses = exchange.ulysses.astype(np.float64)
-    if np.any(at.ep > 1) and np.any(block.weights_expert > 0):
+    placed = block.weights_expert + block.weights_expert_whole > 0
+    if np.any(at.ep > 1) and np.any(placed):
         over = expert_tp(at) < at.tp
         apart = stride("expert", at)
         nodes = np.maximum(at.ep * apart / platform.machine.domain, 1.0)
@@ -252,6 +254,6 @@ def _communication(
             / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
         )
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
-        moved = np.where(block.weights_expert > 0, moved * constants.expert_exposed, 0.0)
+        moved = np.where(placed, moved * constants.expert_exposed, 0.0)
         forward, backward = forward + moved, backward + moved
     return forward, backward, ulysses

@@ -13,19 +13,17 @@ from hocket.spec.run import RunSpec, bucket_mb
 from hocket.spec.schedule import Schedule
 
 
-def memory_rows(job: StepProblem, *, cuda: bool = False) -> list[dict[str, int]]:
+def memory_rows(job: StepProblem) -> list[dict[str, int]]:
     """Of each rank of the world: `parameters`, `gradients`, `optimizer`, `activations`, `total`.
 
-    Args:
-        cuda: on a GPU, where gradient buckets of replicas have memory from the start (a CPU's zeros
-            take none until they are written), the loss takes more tokens at once, and what is
-            offloaded takes none.
+    On a GPU gradient buckets of replicas have memory from the start (a CPU's zeros take none until
+    they are written), the loss takes more tokens at once, and what is offloaded takes none.
     """
     found: dict[int, dict[str, int]] = {}
     for index in range(job.layout.pp):
         row = resident_bytes(job, index)
-        row["activations"] = max(0, peak_bytes(job, index, cuda=cuda) - row["gradients"])
-        if cuda:
+        row["activations"] = max(0, peak_bytes(job, index, cuda=job.cuda) - row["gradients"])
+        if job.cuda:
             row |= dict.fromkeys(_offloaded(job), 0)
         found[index] = {**row, "total": sum(row.values())}
     return [dict(found[job.layout.coordinate(rank)["pp"]]) for rank in range(job.layout.world_size)]
@@ -34,19 +32,20 @@ def memory_rows(job: StepProblem, *, cuda: bool = False) -> list[dict[str, int]]
 def gpu_step(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> StepProblem:
     """One step of a training job on GPUs."""
     return StepProblem(
-        shape=shape,
+        shape=shape.on_gpu(),
         layout=spec.layout,
         workload=spec.workload,
         schedule=schedule,
         bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.data_degree),
         clip=spec.options.max_grad_norm > 0,
         optimizer=spec.options.optimizer,
+        cuda=True,
     )
 
 
 def gpu_memory_rows(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dict[str, int]]:
     """`memory_rows` of a training job on GPUs."""
-    return memory_rows(gpu_step(shape, spec, schedule), cuda=True)
+    return memory_rows(gpu_step(shape, spec, schedule))
 
 
 def _offloaded(job: StepProblem) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ class StepProblem:
     bucket_mb: float = 25.0
     clip: bool = True
     optimizer: str = "adamw"
+    cuda: bool = False
 
     @property
     def microbatches(self) -> int:
@@ -125,7 +126,7 @@ class StepProblem:
         return round(missing * self.microbatch.tokens * self.element_bytes)
 
     def bounds(self) -> tuple[int, ...]:
-        """Layers per stage, cut as the runtime cuts: a layer costs its parameters."""
+        """Layers per stage, cut as the runtime cuts."""
         shape, number = self.shape, self.schedule.num_stages
         if number == 1:
             return (len(shape.layers),)
@@ -133,8 +134,7 @@ class StepProblem:
             self.layout.pipeline_split,
             len(shape.layers),
             number,
-            layer_costs=[float(shape.blocks[kind].num_parameters) for kind in shape.layers],
-            after_cost=float(shape.blocks["head"].num_parameters),
+            **shape.cut_costs(cuda=self.cuda),
         )
 
     def share(self, stage: int) -> StageShare:

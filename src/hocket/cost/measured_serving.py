@@ -115,8 +115,7 @@ class MeasuredReplica:
                 self.layout.pipeline_split,
                 len(shape.layers),
                 number,
-                layer_costs=[float(shape.blocks[kind].num_parameters) for kind in shape.layers],
-                after_cost=float(shape.blocks["head"].num_parameters),
+                **shape.cut_costs(cuda=not self.cpu),
             )
         return tuple(
             tuple(stage_blocks(shape, stage_layers(bounds, s), s == 0, s == number - 1))

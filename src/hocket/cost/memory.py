@@ -9,7 +9,8 @@
                   full recompute a layer saves its input, and one layer is whole while it runs
                   backward (Korthikanti et al. 2022, section 4)
     last stage    one microbatch's logits and their gradient; under GPipe the logits of all, under
-                  ZB-H1 the gradients of all in flight, which the head's weights wait for
+                  ZB-H1 the gradients of all in flight, which the head's weights wait for, and in
+                  hocket the inputs and output gradients of matmuls in place of what layers saved
     around it     the allocator's slack, the CUDA context, communication buffers
 
 The larger of the first and the last stage counts. Legend: p pipeline ranks, m microbatches,
@@ -75,12 +76,13 @@ def peak_memory(
     ranks = ranks or equal_layers(model, at)
     # Shares of all layers.
     stage, begin, end = (n / model.layers for n in (ranks.most, ranks.first, ranks.last))
-    live_layer = saved = np.zeros(shape)
+    live_layer = saved = deferred = np.zeros(shape)
     none = Parameters(np.zeros(shape), np.zeros(shape))
     layer_weights = largest = (none, none)  # all parameters, and those that are trained
     for count, block in model.kinds:
         whole, kept = _saved(block, model, at, seq_len, constants)
         saved = saved + count * kept * tokens
+        deferred = deferred + count * _deferred(block, at, constants) * tokens
         live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
         layer = _local(block, at)
         layer_weights = _sum(layer_weights, _times(layer, count))
@@ -88,6 +90,7 @@ def peak_memory(
     ends = _local(model.embedding, at), _local(model.head, at)
     flight = _in_flight(at)
     logits = _end(model.head, at, constants) * tokens
+    single = np.minimum(_outputs(model.head, at, constants) * tokens, logits)
     looked_up = _end(model.embedding, at, constants) * tokens
 
     bent = (at.schedule == SCHEDULES.index("zb-v")) & (at.pp > 1)  # both ends on the first rank
@@ -106,8 +109,10 @@ def peak_memory(
     acts_first = acts_first + at_end(np.where(bent | (at.pp <= 1), logits, 0.0))
     whole = at.schedule == SCHEDULES.index("gpipe")  # every forward comes before a backward
     late = np.where(split | bent | whole, flight, 1.0)
-    acts_last = saved * end * late
-    of_logits = logits * np.where(freed, np.where(whole, late, 1.0), (late + 1) / 2)
+    waiting = np.maximum(saved + (late - 1) * deferred, late * deferred)
+    acts_last = end * np.where(freed & split, waiting, saved * late)
+    more = np.where(whole | split, single * (late - 1), 0.0)
+    of_logits = np.where(freed, logits + more, logits * (late + 1) / 2)
     acts_last = acts_last + at_end(np.where(bent, 0.0, of_logits))
     # The first stage has most in flight; a lighter first stage leaves the second as the peak.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
@@ -181,6 +186,29 @@ def _saved(
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
     kept = np.where(late & (at.recompute == MODULES), whole, kept)
     return whole, np.where(at.recompute == FULL, np.where(late, whole, inputs), kept)
+
+
+def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
+    """Bytes per token that the gradients of a layer's weights are computed from."""
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    width = constants.element_bytes / TRACED_BYTES
+    inputs = width * (block.saved_inputs_inside / at.tp + block.saved_inputs_outside / split)
+    # `saved_inputs` are without what attention returns, twice.
+    attended = sum((c.heads * c.value_dim for c in block.cores), np.zeros(at.dp.shape))
+    found: Floats = (
+        inputs + 2 * constants.element_bytes * attended / at.tp + _outputs(block, at, constants)
+    )
+    return found
+
+
+def _outputs(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
+    """Bytes per token of what the matmuls of a block return."""
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    found = np.zeros(at.dp.shape)
+    for one in block.products:
+        ranks = at.tp if one.split in ("column", "vocab") else split
+        found = found + constants.element_bytes * one.n * one.count / ranks
+    return found
 
 
 def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:

@@ -80,12 +80,14 @@ def imbalance_of(at: Layouts, constants: Constants) -> Floats:
 
 
 def _divided(block: BlockTerms, which: str, at: Layouts) -> Parameters:
-    inside, copied, outside, expert = (
-        getattr(block, f"{which}_{kind}") for kind in ("inside", "copied", "outside", "expert")
+    inside, copied, outside, sliced, whole = (
+        getattr(block, f"{which}_{kind}")
+        for kind in ("inside", "copied", "outside", "expert", "expert_whole")
     )
     # More tensor ranks than key/value heads: each rank holds one head, and several the same one.
     heads = copied * np.maximum(1 / at.tp, 1 / block.copied_units)
-    return Parameters(inside / at.tp + heads + outside, expert / (expert_tp(at) * at.ep))
+    expert = (sliced / expert_tp(at) + whole) / at.ep
+    return Parameters(inside / at.tp + heads + outside, expert)
 
 
 def state_groups(at: Layouts) -> tuple[StateSharing, StateSharing]:

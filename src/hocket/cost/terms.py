@@ -119,10 +119,12 @@ class BlockTerms:
     weights_copied: Floats
     weights_outside: Floats
     weights_expert: Floats
+    weights_expert_whole: Floats
     trained_inside: Floats
     trained_copied: Floats
     trained_outside: Floats
     trained_expert: Floats
+    trained_expert_whole: Floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,9 +322,11 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     units = min((a.kv_heads for a in block.attention), default=0)
 
     def divided_by(w: Weight, held: int) -> str:
-        """Stacked experts count as such even where tensor parallelism does not split them."""
-        if w.split == "expert" or (bool(experts) and w.name.startswith(experts)):
+        """Stacked experts count as such also where tensor parallelism does not split them."""
+        if w.split == "expert":
             return "expert"
+        if experts and w.name.startswith(experts):
+            return "expert_whole"
         if w.split == "outside":
             return "outside"
         return "copied" if held <= units else "inside"
@@ -410,8 +414,10 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         weights_copied=weights("copied"),
         weights_outside=weights("outside"),
         weights_expert=weights("expert"),
+        weights_expert_whole=weights("expert_whole"),
         trained_inside=weights("inside", trained=True),
         trained_copied=weights("copied", trained=True),
         trained_outside=weights("outside", trained=True),
         trained_expert=weights("expert", trained=True),
+        trained_expert_whole=weights("expert_whole", trained=True),
     )

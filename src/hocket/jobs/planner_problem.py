@@ -47,7 +47,7 @@ def training_problem(
     from hocket.planning.tools.limits import division
 
     return Problem(
-        shape=of_options(shape, lora_rank, lora_targets, quantize_base),
+        shape=of_options(shape.on_gpu(), lora_rank, lora_targets, quantize_base),
         cluster=cluster,
         seq_len=seq_len,
         global_batch=global_batch,

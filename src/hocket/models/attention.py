@@ -290,11 +290,11 @@ def choose_kernels_on_cuda(model: nn.Module | None = None, *, asked: str = "sdpa
         transformers.AttentionInterface.register(FLEX, _own_attention)
         of_blocks = _mask(masking_utils.eager_mask, skips=False)
         masking_utils.AttentionMaskInterface.register(FLEX, of_blocks)
-    if model is not None and asked == "sdpa" and _flexible(model):
+    if model is not None and asked == "sdpa" and flexible(model):
         model.config._attn_implementation = FLEX  # type: ignore[union-attr]
 
 
-def _flexible(model: nn.Module) -> bool:
+def flexible(model: nn.Module) -> bool:
     """Whether transformers gives a model's attention to flex attention, and has no `sdpa` for it:
     then a soft cap and sinks are all that its own code adds."""
     config: Any = model.config

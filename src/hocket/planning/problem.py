@@ -278,13 +278,18 @@ class Problem:
 
     def cut(self, layout: Layout) -> Cut:
         """Layers per stage as the runtime cuts: as the layout says, and where it leaves that to
-        its default by `division`; `balanced` by parameters, the head's counted."""
+        its default by `division`."""
         return _cut(
             self.division if layout.pipeline_split == "balanced" else layout.pipeline_split,
-            tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
-            self.shape.blocks["head"].num_parameters,
+            *self._cut_costs,
             layout.num_stages,
         )
+
+    @functools.cached_property
+    def _cut_costs(self) -> tuple[tuple[float, ...], float]:
+        """Of the layers, and of the head."""
+        costs = self.shape.cut_costs(cuda=True)
+        return costs["layer_costs"], costs["after_cost"]
 
     def pipelines(self, layouts: Sequence[Layout], times: StepTimes) -> Floats:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
@@ -340,7 +345,10 @@ class Problem:
             first: one of them. times: of all.
         """
         num_stages = first.num_stages
-        cut = np.array(self.cut(first), dtype=np.float64)
+        # Layers of each stage, those that take longer than the mean counted as more than one.
+        costs = np.array(self._cut_costs[0])
+        ends_of = np.cumsum([0, *self.cut(first)])
+        cut = np.diff(np.append(0.0, np.cumsum(costs / costs.mean()))[ends_of])
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
         layers = (len(self.shape.layers) + 2.0 * (first.pipeline_split == "light-ends")) / first.pp
         ends = np.zeros((2, num_stages))
@@ -425,11 +433,5 @@ def _schedule(layout: Layout, microbatches: int) -> Schedule:
 
 
 @functools.lru_cache(maxsize=512)
-def _cut(cut: str | Cut, layers: tuple[int, ...], head: int, num_stages: int) -> Cut:
-    return choose_cut(
-        cut,
-        len(layers),
-        num_stages,
-        layer_costs=[float(n) for n in layers],
-        after_cost=float(head),
-    )
+def _cut(cut: str | Cut, layers: tuple[float, ...], head: float, num_stages: int) -> Cut:
+    return choose_cut(cut, len(layers), num_stages, layer_costs=layers, after_cost=head)

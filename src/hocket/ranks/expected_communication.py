@@ -93,18 +93,18 @@ def expected_rows(
     plan = plan_for(skeleton, sequence=layout.sequence_parallel)
     lora = lora_of(skeleton, spec.options)
     num_stages = len(stage_ranks)
+    device = spec.options.device
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     bounds: tuple[int, ...] | None = None
     if num_stages > 1:
         assert plan.stages is not None
-        costs = cut_costs(skeleton, plan.stages)
+        costs = cut_costs(skeleton, plan.stages, cuda=cuda)
         bounds = choose_cut(layout.pipeline_split, plan.stages.num_layers, num_stages, **costs)
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     routing = element_bytes
     choices = int(source.config.get("num_experts_per_tok") or 0)
     if layout.splits_experts or layout.tp > 1:
         routing, choices = _routing(skeleton, plan) or (element_bytes, choices)
-    device = spec.options.device
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     step = Step(
         seq_len=workload.seq_len // layout.cp,
         microbatch_size=workload.global_batch // layout.dp // (layout.microbatches or 1),

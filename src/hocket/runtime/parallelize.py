@@ -102,7 +102,7 @@ def parallelize(
                 layout.pipeline_split,
                 plan.stages.num_layers,
                 num_stages,
-                **cut_costs(module, plan.stages),
+                **cut_costs(module, plan.stages, cuda=mesh.device.type == "cuda"),
             )
     sequence = plan.sequence if layout.sequence_parallel and layout.tp > 1 else None
     stages = []

@@ -5,7 +5,7 @@ A cut is a tuple of layers per stage. It is given by hand, asked for as `even` o
 3.3.2; Megatron-Core's --account-for-embedding-in-pipeline-split and
 --account-for-loss-in-pipeline-split), or chosen so that the slowest stage is as fast as it can be
 (`balanced`). Costs are in any one unit; only their
-ratios matter.
+ratios matter: the runtime and the planner take those of `matmul_cost`, a token's time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,22 @@ from hocket.spec.errors import LayoutError, unknown
 from hocket.spec.layout import CUTS, divisors
 
 Cut = tuple[int, ...]
+
+MOVED = 1000.0
+"""Multiply-adds in the time in which a GPU moves one element of an activation through a layer: a
+matmul writes it, kernels between matmuls read and write it, the next matmul reads it, and each of
+these takes an H100 (989 TFLOP/s, 3.35 TB/s) 295, an A100 (312 TFLOP/s, 2.04 TB/s) 153. Narrow
+matmuls, such as those of many small experts, so take longer than their multiply-adds show."""
+
+
+def matmul_cost(n: float, k: float, rows: float = 1.0, *, cuda: bool) -> float:
+    """Time of one token in a matmul [rows, k] x [k, n] and the kernels around it, in multiply-adds.
+
+    Args:
+        rows: of the matmul, for each token; of one expert, the share of tokens that it gets.
+        cuda: on a GPU. On a CPU, whose matmuls are slow, moving data is left out.
+    """
+    return rows * (n * k + cuda * MOVED * (n + k))
 
 
 def choose_cut(

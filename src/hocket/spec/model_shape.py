@@ -35,6 +35,7 @@ import itertools
 from typing import Any
 
 from hocket.spec import legality
+from hocket.spec.cut import matmul_cost
 
 SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
 VIEWS = ("fused", "core", "eager", "both", "shared")
@@ -219,6 +220,7 @@ class ModelShape:
         experts, experts_per_token: 0 for dense models.
         uneven: what is saved does not grow with tokens alone (chunks, states, positions that are
             selected in long sequences): rows of the view `eager` hold for the size that was traced.
+        flexible: its own attention (sinks, soft caps) becomes flex attention on a GPU.
     """
 
     name: str
@@ -232,6 +234,21 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     uneven: bool = False
+    flexible: bool = False
+
+    def on_gpu(self) -> ModelShape:
+        """Without the scores that its own attention computes and saves on a CPU alone."""
+        if not self.flexible:
+            return self
+
+        def left(rows: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(row for row in rows if not (row.square and row.view == "eager"))
+
+        blocks = {
+            kind: dataclasses.replace(block, saved=left(block.saved), unfused=left(block.unfused))
+            for kind, block in self.blocks.items()
+        }
+        return dataclasses.replace(self, blocks=blocks)
 
     @property
     def attends(self) -> bool:
@@ -254,6 +271,20 @@ class ModelShape:
         total = sum(self.blocks[kind].num_trained for kind in self.layers)
         ends = [w for kind in ("embedding", "head") for w in self.blocks[kind].weights]
         return total + sum({w.name: w.elements for w in ends if not w.frozen}.values())
+
+    def cut_costs(self, *, cuda: bool) -> dict[str, Any]:
+        """What `spec.cut.choose_cut` needs, by name; as `runtime.pipeline.cut.cut_costs`, which
+        reads a module."""
+
+        def cost(kind: str) -> float:
+            products = (p for p in self.blocks[kind].products if not p.lora)
+            return sum(matmul_cost(p.n, p.k, p.count, cuda=cuda) for p in products)
+
+        costs = {kind: cost(kind) for kind in self.blocks}
+        return {
+            "layer_costs": tuple(costs[kind] for kind in self.layers),
+            "after_cost": costs["head"],
+        }
 
     def flops_per_token(
         self, sequence: int, *, causal: bool = True, backward: bool = True

@@ -227,6 +227,8 @@ class StagePlan:
         flat_streams: the streams are adjacent, as [B, S, streams H].
         tokens: keyword by which layers are given the token ids; empty: they are not.
         overwrites: the decoder's forward writes into the embedded input that it is given.
+        chosen: name patterns of modules of experts, to the share of tokens that each expert gets;
+            of modules of layers that compute nothing, 0.
     """
 
     decoder: str
@@ -245,6 +247,15 @@ class StagePlan:
     flat_streams: bool = False
     tokens: str = ""
     overwrites: bool = False
+    chosen: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def share_of(self, parameter: str) -> float | None:
+        """Share of tokens that reach a parameter that is named in `chosen`; None: it is not."""
+        parts = parameter.split(".")
+        for pattern, share in self.chosen.items():
+            if matches(pattern, ".".join(parts[: pattern.count(".") + 1])):
+                return share
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,27 @@ def expert_plan(model: nn.Module, tensor: TensorPlan | None) -> tuple[ExpertPlan
     return ExpertPlan(modules=patterns, sliced=sliced), ""
 
 
+def expert_shares(model: nn.Module) -> dict[str, float]:
+    """Name patterns of modules of experts, to the share of tokens that each of their experts gets:
+    the router next to them has a `top_k`. Experts that are given no choice compute all tokens
+    (Llama 4; shared ones)."""
+    found: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith("Experts"):
+            continue
+        around = model.get_submodule(name.rpartition(".")[0])
+        chosen = [getattr(one, "top_k", None) for one in (around, *around.children())]
+        top_k = next((k for k in chosen if isinstance(k, int)), 0)
+        count = getattr(module, "num_experts", None)
+        if not isinstance(count, int):
+            count = max((p.shape[0] for p in module.parameters() if p.ndim == 3), default=0)
+        if len(inspect.signature(module.forward).parameters) < _ARGUMENTS:
+            top_k = count
+        if 0 < top_k <= count:
+            found[name] = top_k / count
+    return folded(found)
+
+
 def _why_not(module: nn.Module) -> str:
     """Why a module of experts has another form; empty: it has this one."""
     own = list(module.named_parameters())

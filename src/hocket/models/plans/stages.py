@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from hocket.models.plans.backward import saving
+from hocket.models.plans.experts import expert_shares
 from hocket.models.plans.pairs import leaves
+from hocket.models.plans.segments import folded
 from hocket.models.proxy import ProxyModel
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import StagePlan
@@ -71,6 +73,9 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
     children = _around(decoder, layers_name)
     for name, child in children.items():
         hooks.append(child.register_forward_hook(watch(name)))
+    called: set[nn.Module] = set()
+    for module in layers.modules():
+        hooks.append(module.register_forward_hook(lambda module, *_: called.add(module)))
     for index, layer in enumerate(layers):
         hooks.append(layer.register_forward_hook(watch(f"<{index}>")))
         hooks.append(layer.register_forward_hook(measure))
@@ -124,7 +129,24 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
         flat_streams=flat_streams,
         tokens=min(tokens, default=""),
         overwrites=any(tensor._version > version for tensor, version in embedded),
+        chosen={**_idle(layers, full([layers_name])[0], called), **expert_shares(whole)},
     )
+
+
+def _idle(layers: nn.ModuleList, name: str, called: set[nn.Module]) -> dict[str, float]:
+    """Modules of layers that compute nothing, in which none is called (BART's attention to an
+    encoder), to the share of tokens that reach them."""
+    found = {}
+    for path, module in layers.named_modules():
+        inside = list(module.children())
+        if (
+            path
+            and inside
+            and not isinstance(module, nn.ModuleList)
+            and not called & {*module.modules()}
+        ):
+            found[f"{name}.{path}"] = 0.0
+    return folded(found)
 
 
 def _streams(hidden: Any, width: int) -> tuple[int, bool]:

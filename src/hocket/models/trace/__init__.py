@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hocket.models import skeleton
+from hocket.models.attention import flexible
 from hocket.models.plans.tensor import tensor_plan
 from hocket.models.proxy import proxy_of
 from hocket.models.trace.fused import Costs
@@ -162,6 +163,7 @@ def _shape(done: Run, name: str) -> ModelShape:
         experts=max((p.groups for p in products), default=0),
         experts_per_token=round(max((p.count for p in products), default=0)),
         uneven=uneven,
+        flexible=flexible(done.model),
     )
 
 

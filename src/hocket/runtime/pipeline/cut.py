@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.spec.cut import stage_layers
+from hocket.spec.cut import matmul_cost, stage_layers
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import StagePlan
 
@@ -261,21 +261,31 @@ def _shared(module: nn.Module, memo: Mapping[int, Any], inside: set[int]) -> lis
     return [p for key, p in outside.items() if key in inside]
 
 
-def cut_costs(module: nn.Module, plan: StagePlan) -> dict[str, Any]:
+def cut_costs(module: nn.Module, plan: StagePlan, *, cuda: bool) -> dict[str, Any]:
     """What `spec.cut.choose_cut` needs, counted on the whole model: arguments by name.
 
-    A layer costs its parameters (each is multiplied once per token), the head its own, tied or
-    not; an embedding is a lookup and costs nothing.
+    A layer costs a token's time in its matrices (`spec.cut.matmul_cost`): of experts, in those that
+    its router chooses. So does the head, tied or not; an embedding is a lookup and costs nothing.
     """
 
-    def count(name: str) -> int:
-        return sum(p.numel() for p in _find(module, name).parameters())
+    def cost(root: str) -> float:
+        return sum(
+            _cost(parameter, plan.share_of(f"{root}.{name}"), cuda)
+            for name, parameter in _find(module, root).named_parameters()
+        )
 
     layers = _find(module, plan.layers)
     return {
-        "layer_costs": [
-            float(sum(p.numel() for p in layer.parameters())) for layer in layers.children()
-        ],
-        "before_cost": 0.0,
-        "after_cost": float(sum(count(name) for name in (*plan.after, *plan.head))),
+        "layer_costs": [cost(f"{plan.layers}.{name}") for name, _ in layers.named_children()],
+        "after_cost": sum(cost(name) for name in (*plan.after, *plan.head)),
     }
+
+
+def _cost(parameter: Tensor, share: float | None, cuda: bool) -> float:
+    if parameter.ndim == 3 and share is not None:  # a matrix of each expert
+        experts, n, k = parameter.shape
+        return matmul_cost(n, k, experts * share, cuda=cuda)
+    if parameter.ndim != 2:  # of a norm, a bias, a convolution of each channel
+        return 0.0
+    n, k = parameter.shape
+    return matmul_cost(n, k, 1.0 if share is None else share, cuda=cuda)
