@@ -163,6 +163,8 @@ num_gpus = 8
 network = "400 Gb/s"
 nics = 8
 pcie = "63 GB/s"
+host_memory = "2 TB"
+host_bandwidth = "614.4 GB/s"
 link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
 """
 
@@ -173,6 +175,8 @@ link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
         ("450 GB/s", "900 GB/s", "NVLink 4", "sum of both directions"),
         ("400 Gb/s", "400 GB/s", "network", "bits"),
         ('"63 GB/s"', "63", "unit", "GB/s"),
+        ('"2 TB"', '"2 T"', "'2 T'", ""),
+        ("614.4 GB/s", "614.4 TB/s", "host_bandwidth", ""),
         ("network", "netwrok", "netwrok", "network"),
         ("nvswitch", "nv-switch", "nv-switch", "nvswitch"),
         ('gpu = "H100"', 'gpu = "H1000"', "H1000", "H100"),

@@ -12,13 +12,13 @@ from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
     Layouts,
     layout_at,
-    layout_pins,
     legal_layouts,
     row,
     runs_here,
     tensor_degrees,
     unmet_pin,
 )
+from hocket.planning.pins import layout_pins
 from hocket.schedules.registry import build_schedule
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError

@@ -125,3 +125,13 @@ def test_ranks_run_on_the_cores_of_their_gpu(
         assert d.bind_near("0000:3b:00.0", tmp_path) == expected
         assert chosen == ([expected] if expected else [])
     assert d.bind_near("0000:ff:00.0", tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "own", "threads"),
+    [(8, 112, 112, 14), (8, 112, 56, 14), (8, 112, 7, 7), (1, 2, 2, 2), (8, 4, 4, 1), (0, 4, 4, 4)],
+)
+def test_the_host_s_cores_are_shared_by_its_ranks(
+    gpus: int, cores: int, own: int, threads: int
+) -> None:
+    assert d.host_threads(gpus, cores, own) == threads

@@ -124,7 +124,12 @@ def node(name: str, device: Gpu | None = None, num_gpus: int | None = None) -> N
     nics = max(1, int(table["nics"]) * count // most)
     values = {k: v for k, v in table.items() if k not in ("aliases", "gpus", "unverified", "note")}
     values |= {"num_gpus": count, "nics": nics, "pcie": _pcie(device.name)}
-    return machine_file.node_of(values, device, links=_own_links(device.name), name=key)
+    found = machine_file.node_of(values, device, links=_own_links(device.name), name=key)
+    return dataclasses.replace(
+        found,
+        host_memory=found.host_memory * count // most,
+        host_bandwidth=found.host_bandwidth * count / most,
+    )
 
 
 def cluster(text: str) -> Cluster:

@@ -9,6 +9,8 @@
     network = "400 Gb/s"            # of ONE card; Gb are bits, GB are bytes
     nics = 8
     pcie = "63 GB/s"                # per GPU and direction
+    host_memory = "2048 GiB"        # with host_bandwidth: what offloading is estimated by
+    host_bandwidth = "614.4 GB/s"   # of all sockets together
     link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
 
     [measured]                      # what `hocket probe` measured on this very machine
@@ -37,13 +39,15 @@ _NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9, 6: 1800e9}
 _FASTEST_PCIE = 121e9
 _FASTEST_CARD = 200e9
 _FASTEST_MEMORY = 100e12
+_FASTEST_HOST = 10e12
 _FASTEST_PRODUCTS = 1e18
 _MOST = 10**6
 """Of anything that is counted."""
 
 _GPU = ("name", "flops", "memory", "usable", "bandwidth", "sms", "l2", "nvlink", "price",
         "price_source", "source", "vendor", "aliases")  # fmt: skip
-_NODE = ("name", "num_gpus", "link", "pcie", "network", "nics", "host_memory", "source")
+_NODE = ("name", "num_gpus", "link", "pcie", "network", "nics", "host_memory", "host_bandwidth",
+         "source")  # fmt: skip
 _LINK = ("kind", "bandwidth", "domain", "generation")
 _CLUSTER = ("name", "num_nodes", "gpu", "node", "measured")
 
@@ -178,9 +182,20 @@ def node_of(table: Mapping[str, Any], gpu: Gpu, *, links: Mapping[str, Any], nam
         network=card * nics,
         nics=nics,
         host_memory=parse_bytes(str(table["host_memory"])) if "host_memory" in table else 0,
+        host_bandwidth=_host_bandwidth(table),
         name=name or str(table.get("name", "")),
         source=str(table.get("source", "")),
     )
+
+
+def _host_bandwidth(table: Mapping[str, Any]) -> float:
+    """Bytes/s of the host's memory; 0 where it is not stated."""
+    if "host_bandwidth" not in table:
+        return 0.0
+    found = parse_bandwidth(str(table["host_bandwidth"]))
+    if found:
+        _within(found, _FASTEST_HOST, "host_bandwidth", table["host_bandwidth"])
+    return found
 
 
 def _link(table: Mapping[str, Any], pcie: float, own: Mapping[str, Any]) -> Link:
@@ -248,6 +263,7 @@ def cluster_toml(cluster: Cluster) -> str:
         f'network = "{card}"',
         f"nics = {node.nics}",
         f'host_memory = "{node.host_memory} B"',
+        f'host_bandwidth = "{_exact(node.host_bandwidth, "B/s")}"',
         *([f"source = {json.dumps(node.source)}"] if node.source else []),
         f'link = {{ kind = "{link.kind}", bandwidth = "{_exact(link.bandwidth, "B/s")}", '
         f"domain = {link.domain}, generation = {link.generation} }}",

@@ -24,6 +24,10 @@ NAMES = {
 }
 """What `Layout.schedule` may name, to one of `SCHEDULES`."""
 
+OFFLOADED = ("none", "optimizer", "params")
+"""State in the host's memory; the number in a column is the place in this list. `params`: the
+optimizer's, too. Offloaded activations have no price."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layouts:
@@ -36,6 +40,7 @@ class Layouts:
         shard: data ranks that share one ZeRO state; dp where not said.
         schedule: place in SCHEDULES.
         lighter: 1 where the first and the last stage hold one layer fewer than the others.
+        offload: place in OFFLOADED.
     """
 
     dp: Floats
@@ -53,6 +58,7 @@ class Layouts:
     sequence_parallel: Floats
     schedule: Floats
     lighter: Floats
+    offload: Floats
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -109,11 +115,17 @@ def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 layout.sequence_parallel,
                 schedule_number(layout),
                 layout.pipeline_split == "light-ends",
+                offload_number(layout),
             )
         )
     names = [f.name for f in dataclasses.fields(Layouts)]
     values = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return Layouts(**{name: np.ascontiguousarray(values[:, i]) for i, name in enumerate(names)})
+
+
+def offload_number(layout: Layout) -> int:
+    """The place in `OFFLOADED` of what a layout keeps in the host's memory."""
+    return max(i for i, kind in enumerate(OFFLOADED) if not i or layout.offloads(kind))
 
 
 def schedule_number(layout: Layout) -> int:

@@ -16,6 +16,10 @@ from hocket.cost.terms import Floats
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import OptionError, unknown
 
+HOST_OF_A_GPU = 51.2e9
+"""Bytes/s of host memory for each GPU where a node's is not known: two channels of DDR4-3200, what
+the catalogue's nodes of A100 have."""
+
 
 class MeasuredCurve(Protocol):
     """One collective on one group: sizes in bytes, ascending, and seconds."""
@@ -55,6 +59,7 @@ class ClusterNumbers:
         bridge: GPUs that the link joins: 2 for bridged pairs, else the domain; beyond: per GPU
             between such groups of one domain (PCIe).
         memory: bytes that a process can have. gpus: of the whole cluster.
+        pcie: between a GPU and its host, per direction. host: of the host's memory.
         which: the curve set of each row.
     """
 
@@ -69,6 +74,8 @@ class ClusterNumbers:
     beyond: Floats
     memory: Floats
     gpus: Floats
+    pcie: Floats
+    host: Floats
     which: Floats
     curves: tuple[CurveSet, ...]
 
@@ -107,6 +114,8 @@ def machine(
         beyond=one(node.pcie if node.link.kind == "nvlink-pairs" else link),
         memory=one(node.gpu.usable),
         gpus=one(cluster.num_gpus),
+        pcie=one(node.pcie),
+        host=one(node.host_bandwidth or node.num_gpus * HOST_OF_A_GPU),
         which=one(0),
         curves=(CurveSet(points),),
     )

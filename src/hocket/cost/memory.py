@@ -12,6 +12,7 @@
                   ZB-H1 the gradients of all in flight, which the head's weights wait for, and in
                   hocket the inputs and output gradients of matmuls in place of what layers saved
     around it     the allocator's slack, the CUDA context, communication buffers
+    host          state that is offloaded
 
 The larger of the first and the last stage counts. Legend: p pipeline ranks, m microbatches,
 v stages of a rank; r rows.
@@ -44,6 +45,7 @@ class MemoryEstimate:
         peak: of the device, with slack, context and buffers, as nvidia-smi shows it.
         least: of the device without the slack, which the allocator returns when memory runs out.
         weights, gradients, optimizer, activations: parts of `allocated`.
+        host: in the host's memory, of the rank that has most there.
     """
 
     allocated: Floats
@@ -53,6 +55,7 @@ class MemoryEstimate:
     gradients: Floats
     optimizer: Floats
     activations: Floats
+    host: Floats
 
 
 def peak_memory(
@@ -83,7 +86,8 @@ def peak_memory(
         whole, kept = _saved(block, model, at, seq_len, constants)
         saved = saved + count * kept * tokens
         deferred = deferred + count * _deferred(block, at, constants) * tokens
-        live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
+        again = np.where(at.recompute == FULL, whole, 0.0) + _working(block, at, constants)
+        live_layer = np.maximum(live_layer, again * tokens)
         layer = _local(block, at)
         layer_weights = _sum(layer_weights, _times(layer, count))
         largest = _larger(largest[0], layer[0]), _larger(largest[1], layer[1])
@@ -102,28 +106,46 @@ def peak_memory(
     middle = _times(layer_weights, np.where(at.pp > 2, stage, 0.0))
     freed = np.asarray(constants.logits_in_place) > 0  # before the last layer is made again
 
-    def at_end(held: Floats) -> Floats:
-        return np.where(freed, np.maximum(live_layer, held), live_layer + held)
-
     acts_first = saved * (begin * flight + _early(at, ranks) / model.layers) + looked_up * flight
-    acts_first = acts_first + at_end(np.where(bent | (at.pp <= 1), logits, 0.0))
+    # A stage's output stays until its own gradient comes; stages that take turns post two receives.
+    sent = _stream(model, at, constants) * tokens * np.where(freed & (at.pp > 1), 1.0, 0.0)
+    acts_first = acts_first + sent * (flight * at.virtual + np.where(at.virtual > 1, 2.0, 0.0))
+    logits_first = np.where(bent | (at.pp <= 1), logits, 0.0)
     whole = at.schedule == SCHEDULES.index("gpipe")  # every forward comes before a backward
     late = np.where(split | bent | whole, flight, 1.0)
     waiting = np.maximum(saved + (late - 1) * deferred, late * deferred)
     acts_last = end * np.where(freed & split, waiting, saved * late)
     more = np.where(whole | split, single * (late - 1), 0.0)
     of_logits = np.where(freed, logits + more, logits * (late + 1) / 2)
-    acts_last = acts_last + at_end(np.where(bent, 0.0, of_logits))
+    logits_last = np.where(bent, 0.0, of_logits)
     # The first stage has most in flight; a lighter first stage leaves the second as the peak.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
-    acts_second = saved * stage * np.maximum(flight * (1 - less), 1.0)
+    in_second = np.maximum(flight * (1 - less), 1.0)
+    acts_second = saved * stage * in_second + sent * in_second * at.virtual
+    inner = np.where(at.pp > 2, 1.0, 0.0)
+    stages = (
+        (first, np.where(bent | (at.pp <= 1), 1.0, 0.0), acts_first, logits_first, live_layer),
+        (last, 1.0 - bent, acts_last, logits_last, live_layer),
+        (middle, np.zeros(shape), acts_second * inner, np.zeros(shape), live_layer * inner),
+    )
     totals = []
-    for weights, activations in (
-        (first, acts_first),
-        (last, acts_last),
-        (middle, np.where(at.pp > 2, acts_second + live_layer, 0.0)),
-    ):
-        totals.append((*held(*weights, largest, at, constants), activations))
+    host = np.zeros(shape)
+    for weights, with_head, kept, of_loss, of_layer in stages:
+        head = _times(ends[1], with_head)
+        # The head's gradient as it is made, beside the logits; ZeRO-3 widens it, and copies it. A
+        # tied matrix has two, which are added where the embedding's is made.
+        made = np.where(freed, constants.weight_bytes * head[1].total, 0.0)
+        tied = np.where(freed & (model.tied > 0) & (at.pp == 1), 1.0, 0.0)
+        gathered = np.where(at.zero >= 3, constants.weight_bytes, 0.0)  # from forward to backward
+        carried = tied * (constants.gradient_bytes * head[1].total + gathered * head[0].total)
+        wide = np.where(freed & (at.zero >= 3), 2 + tied, 0.0)
+        wide = wide * constants.gradient_bytes * head[1].total
+        # When the loss is taken, and when a layer runs backward; at once where logits stay.
+        for later, more in ((False, np.maximum(of_loss + made, wide)), (True, of_layer + carried)):
+            state = held(*weights, largest, at, constants, head=head, later=later)
+            more = np.where(freed, more, of_loss + of_layer)
+            totals.append((state.weights, state.gradients, state.optimizer, kept + more))
+        host = np.maximum(host, state.host)
     sums = np.stack([sum(parts, np.zeros(shape)) for parts in totals])
     peak_rank = sums.argmax(axis=0)
     parts = [np.choose(peak_rank, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
@@ -136,6 +158,7 @@ def peak_memory(
         gradients=parts[1],
         optimizer=parts[2],
         activations=parts[3],
+        host=host,
     )
 
 
@@ -176,7 +199,7 @@ def _saved(
     square = np.where(flash, block.saved_square_own, block.saved_square)
     scores = square * seq_len / at.tp
     core = width * (block.saved_core / at.tp + scores)
-    inputs = constants.element_bytes * model.hidden / split
+    inputs = _stream(model, at, constants)
     whole = plain + core
     half = np.asarray(constants.selective_halves) > 0
     kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
@@ -211,12 +234,28 @@ def _outputs(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     return found
 
 
+def _stream(model: Terms, at: Layouts, constants: Constants) -> Floats:
+    """Bytes per token of what goes from layer to layer."""
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    found: Floats = constants.element_bytes * model.hidden / split
+    return found
+
+
+def _working(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
+    """Bytes per token of a layer's inner gradients at their widest."""
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    width = constants.element_bytes / TRACED_BYTES
+    found: Floats = width * np.maximum(block.working_inside / at.tp, block.working_outside / split)
+    return found
+
+
 def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of the embedding or the head; the gradient of logits is a second copy, where
     the loss does not overwrite them."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     width = constants.element_bytes / TRACED_BYTES
-    copies = np.where(np.asarray(constants.logits_in_place) > 0, 1.0, 2.0)
+    # Shapes of the model's own code have them in fp32, as transformers' loss saves them.
+    copies = np.where(np.asarray(constants.logits_in_place) > 0, 0.5, 2.0)
     found: Floats = width * (copies * block.saved_inside / at.tp + block.saved_outside / split)
     return found
 

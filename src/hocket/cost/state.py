@@ -9,6 +9,10 @@ divides state over ranks that would otherwise hold copies of it, and over no oth
 over `shard` of dp ranks (HSDP), dense state is stored on shard x cp ranks, and that of experts on
 those of them that hold the same experts.
 
+Offloaded, state lies in the host's memory: a master in fp32 and two moments of what this rank
+steps, pinned memory where gradients arrive and, for another type than fp32, where values leave
+from; under `params` this rank's share of the parameters too.
+
 Legend: ep expert ranks, etp tensor ranks of one expert; r rows.
 """
 
@@ -22,6 +26,13 @@ from hocket.cost.constants import Constants
 from hocket.cost.group_strides import expert_tp, group_size, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import BlockTerms, Floats
+from hocket.spec.layout import RECOMPUTE
+
+FULL = RECOMPUTE.index("full")
+
+MASTER = 4.0
+"""Bytes of a parameter's master, of each of its two moments, and of a gradient that the host steps
+from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,30 +112,68 @@ def state_groups(at: Layouts) -> tuple[StateSharing, StateSharing]:
     return dense, expert
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldBytes:
+    """State of one rank in bytes, [r]: on its device, and in the host's memory."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    host: Floats
+
+
 def held(
     parameters: Parameters,
     trained: Parameters,
     widest: tuple[Parameters, Parameters],
     at: Layouts,
     constants: Constants,
-) -> tuple[Floats, Floats, Floats]:
-    """Bytes of weights, gradients and optimizer state on one rank (Rajbhandari et al. 2020).
+    *,
+    head: tuple[Parameters, Parameters],
+    later: bool = False,
+) -> HeldBytes:
+    """Bytes of weights, gradients and optimizer state of one rank (Rajbhandari et al. 2020; Ren et
+    al. 2021, ZeRO-Offload).
 
     Args:
         parameters, trained: of this rank before ZeRO.
         widest: the same of the largest layer, which ZeRO-3 gathers whole while it runs (and the
             next one with it), and whose gradients ZeRO-2 holds whole until they are reduced.
+        head: the same of the head, where this rank has it.
+        later: once the head's backward is over. Where layers are recomputed ZeRO-3 then has a
+            layer's whole gradients beside those of the one before it (or of the head) that are
+            being reduced; else what layers saved shrinks faster.
     """
-    found = [np.zeros_like(at.dp) for _ in range(3)]
+    found = [np.zeros_like(at.dp) for _ in range(4)]
+    stepped, shards = at.offload >= 1, at.offload >= 2  # in the host's memory
+    wide = np.asarray(constants.weight_bytes) >= MASTER
+    # Of other software the memory is fitted as it was measured.
+    own = (at.zero >= 3) & (np.asarray(constants.eager_saved) > 0)
+    leaving = np.where(wide, 0.0, constants.weight_bytes)
     for part, group in zip(("dense", "expert"), state_groups(at), strict=True):
         whole, of_trained = getattr(parameters, part), getattr(trained, part)
-        live, of_live = (np.where(group.ranks > 1, getattr(w, part), 0.0) for w in widest)
+        gathers = (group.ranks > 1) | shards
+        live, of_live = (np.where(gathers, getattr(w, part), 0.0) for w in widest)
+        ends, of_ends = (np.where(gathers, getattr(w, part), 0.0) for w in head)
+        share = whole / group.ranks
+        two, in_flight = 2 * live, of_live
+        if later:
+            both = of_live + np.maximum(of_live, of_ends)
+            in_flight = np.where(own & (at.recompute == FULL), both, of_live)
+        else:
+            two = np.where(own, live + np.maximum(live, ends), two)
+            in_flight = np.where(own, 0.0, of_live)
         found[0] = found[0] + constants.weight_bytes * np.where(
-            at.zero >= 3, whole / group.ranks + 2 * live, whole
+            at.zero >= 3, np.where(shards, 0.0, share) + two, whole
         )
         found[1] = found[1] + constants.gradient_bytes * np.where(
-            at.zero >= 2, of_trained / group.ranks + of_live, of_trained
+            at.zero >= 2, of_trained / group.ranks + in_flight, of_trained
         )
         state = constants.optimizer_bytes + np.asarray(constants.optimizer_copies)
-        found[2] = found[2] + state * of_trained / np.where(at.zero >= 1, group.ranks, 1.0)
-    return found[0], found[1], found[2]
+        mine = of_trained / np.where(at.zero >= 1, group.ranks, 1.0)
+        found[2] = found[2] + np.where(stepped, 0.0, state * mine)
+        arriving = np.where(shards, constants.gradient_bytes, MASTER)
+        on_host = (3 * MASTER + arriving + np.where(shards, 0.0, leaving)) * mine
+        on_host = on_host + np.where(shards, constants.weight_bytes * share, 0.0)
+        found[3] = found[3] + np.where(stepped, on_host, 0.0)
+    return HeldBytes(*found)

@@ -84,6 +84,8 @@ class BlockTerms:
         saved_routed: of `saved`, rows of tokens on the ranks of their experts.
         saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
             up-projections) makes again.
+        working: gradients of the widest inner tensors at once, in its backward; 0 where kernels are
+            fused, whose memory is fitted.
         weights: parameters by what divides them: tensor parallelism, nothing, experts; `copied`
             those of `copied_units` key/value heads, which tensor parallelism divides and, where it
             has more ranks, copies.
@@ -114,6 +116,8 @@ class BlockTerms:
     saved_modules_outside: Floats
     saved_routed_inside: Floats
     saved_routed_outside: Floats
+    working_inside: Floats
+    working_outside: Floats
     copied_units: Floats
     weights_inside: Floats
     weights_copied: Floats
@@ -269,6 +273,24 @@ def _routed(block: BlockShape, views: Sequence[str], *splits: str) -> float:
     )
 
 
+def _working(block: BlockShape, *, outside: bool) -> float:
+    """Bytes of the gradients of the widest inner tensors at once, as the replay of a step takes
+    them (`cost.replayed_blocks`): of two, or of an experts' output that is weighted in fp32."""
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    last = {p.name.rpartition(".")[0] or p.name: p for p in block.products if p.groups > 1}
+    found = [2.0 * 2.0 * p.k * p.count for p in rows if (p.split == "outside") == outside]
+    if outside:
+        found += [p.n * p.count * (3 * 4 + 2.0) for p in last.values() if p in rows]
+    found += [
+        2.0 * row.bytes
+        for row in block.saved
+        if row.view in ("eager", "both") and not row.square
+        if not row.name.startswith(("input", *last))
+        if (row.split in ("outside", "whole")) == outside
+    ]
+    return max(found, default=0.0)
+
+
 def _inputs(block: BlockShape, *, outside: bool) -> float:
     """Bytes of products' inputs; an output of attention is saved in 8 bits as well."""
     names = {f"{p.name} input" for p in block.products if not p.frozen}
@@ -409,6 +431,8 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         saved_modules_outside=_one(_of_modules(block, outside=True)),
         saved_routed_inside=_one(_routed(block, views, "inside")),
         saved_routed_outside=_one(_routed(block, views, "outside", "whole")),
+        working_inside=_one(_working(block, outside=False) if eager and layer else 0.0),
+        working_outside=_one(_working(block, outside=True) if eager and layer else 0.0),
         copied_units=_one(max(units, 1)),
         weights_inside=weights("inside"),
         weights_copied=weights("copied"),

@@ -198,7 +198,7 @@ def best_gpu_layout(
     Raises:
         HocketError: the model cannot be traced, nothing fits, or nothing that fits is legal.
     """
-    from hocket.planning.layouts import PINS
+    from hocket.planning.pins import PINS
     from hocket.planning.plan import best_layouts
 
     problem = gpu_problem(spec, cluster, launcher)

@@ -220,7 +220,7 @@ def _legal_layouts(
     given = {name: value for name, value in pins.items() if name != "microbatch"}
     found, why = keeping(among, given, complete)
     if not found:
-        from hocket.planning.layouts import pins_text
+        from hocket.planning.pins import pins_text
 
         said = f" with {pins_text(pins)}" if pins else ""
         raise LayoutError(

@@ -84,7 +84,7 @@ def plan_training(
     from hocket.jobs.adapters import adapter_text
     from hocket.jobs.machine import named_cluster as find_cluster
     from hocket.planning.goodput import plan_goodput
-    from hocket.planning.layouts import layout_pins
+    from hocket.planning.pins import layout_pins
     from hocket.planning.plan import best_layouts as search
     from hocket.planning.plan import plan_one
     from hocket.planning.problem import STACK

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from hocket.planning.forecast import LayoutForecast, layout_forecast
-from hocket.planning.layouts import Pins, tensor_degrees
+from hocket.planning.layouts import tensor_degrees
+from hocket.planning.pins import Pins
 from hocket.planning.problem import Problem
 from hocket.planning.search import SearchResult, search_layouts
 from hocket.spec.capabilities import TABLE

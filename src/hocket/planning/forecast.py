@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.planning.fit import fits_memory
+from hocket.planning.fit import fits_host, fits_memory
 from hocket.planning.layouts import layout_at
 from hocket.planning.problem import Problem
 from hocket.planning.search import Scored
@@ -55,7 +55,9 @@ class LayoutForecast:
             recomputed) over the dense rate.
         memory: bytes expected on the peak GPU; `memory_high` at the 95th percentile.
         memory_by_kind: `memory` by what it holds.
-        fits: whether a process can have what is expected (`planning.fit`).
+        host_memory: bytes of state that a node's ranks keep in the host's memory.
+        fits: whether a process can have what is expected, and the host what it keeps
+            (`planning.fit`).
         tight: whether it fits and `memory_high` leaves less than the headroom free.
         bubble: share of the pipeline in which a rank waits, on average.
         exposed: share of the step that is communication that nothing overlaps.
@@ -88,6 +90,7 @@ class LayoutForecast:
     context: str = ""
     tight: bool = False
     num_similar: int = 0
+    host_memory: int = 0
     tools: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
@@ -149,7 +152,8 @@ def layout_forecast(
         "activations": float(held.activations[0]),
     }
     peak = float(held.peak[0])
-    enough = bool(fits_memory(held, gpu.usable)[0])
+    on_host = float(problem.host_memory(at)[0])
+    enough = bool(fits_memory(held, gpu.usable)[0]) and fits_host(on_host, problem.cluster.node)
     known["buffers and context"] = peak - sum(known.values())
     unsupported = [one.reason(layout) for one in absent(layout)]
     unsupported += [
@@ -170,6 +174,7 @@ def layout_forecast(
         memory=round(peak),
         memory_high=round(float(row.high[0])),
         memory_by_kind={name: round(value) for name, value in known.items()},
+        host_memory=round(on_host),
         fits=enough,
         tight=enough and bool(row.high[0] > problem.usable),
         bubble=waiting / pipeline if pipeline else 0.0,

@@ -9,11 +9,12 @@
 
 The rules themselves stand in `spec.legality`, by which a run is refused too.
 
-Left out, unless pinned, is what another layout beats: gpipe has the step time of 1f1b and holds
-more, sequential waits more than either, more virtual stages whose longest has no fewer layers only
-send more, a schedule that defers weight gradients keeps what recompute of layers or modules makes
-again, and recompute of attention cores frees nothing where a fused kernel saves no more than its
-inputs.
+Left out, unless pinned, is state in the host's memory, which costs time and is for what fits in no
+other way (`planning.plan`). So is what another layout beats: gpipe has the step time of 1f1b and
+holds more, sequential waits more than either, more virtual stages whose longest has no fewer layers
+only send more, a schedule that defers weight gradients keeps what recompute of layers or modules
+makes again, and recompute of attention cores frees nothing where a fused kernel saves no more than
+its inputs.
 """
 
 from __future__ import annotations
@@ -22,39 +23,27 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts, schedule_number
+from hocket.cost.layout_batch import (
+    NAMES,
+    OFFLOADED,
+    SCHEDULES,
+    Layouts,
+    offload_number,
+    schedule_number,
+)
 from hocket.cost.terms import Floats
+from hocket.planning.pins import Pins
 from hocket.schedules.registry import compute
 from hocket.spec import legality
 from hocket.spec.capabilities import TABLE
-from hocket.spec.errors import LayoutError, OptionError, unknown
+from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
-
-PINS = (
-    "dp", "pp", "cp", "tp", "ep", "etp", "virtual_stages", "microbatch", "microbatches",
-    "schedule", "zero", "shard", "recompute", "sequence_parallel",
-)  # fmt: skip
-"""What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
-
-COUNTS = (
-    "dp",
-    "pp",
-    "cp",
-    "tp",
-    "ep",
-    "etp",
-    "virtual_stages",
-    "microbatch",
-    "microbatches",
-    "shard",
-)
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
 LATE = ("zero-bubble", "zb-v")
@@ -62,48 +51,6 @@ LATE = ("zero-bubble", "zb-v")
 MOST_VIRTUAL = 16
 
 _NAMED = {value: name for name, value in NAMES.items()}
-
-Pins = Mapping[str, Any]
-
-
-def layout_pins(texts: Sequence[str]) -> dict[str, Any]:
-    """Pins from `tp=8`, `recompute=full`, `shard=8`.
-
-    Raises:
-        OptionError: no such axis (with the nearest), or a value that it cannot have.
-    """
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals:
-            raise OptionError(f"--pin {text!r} has no value", hint="--pin tp=8")
-        if key not in PINS:
-            message, hint = unknown("axis", key, PINS)
-            raise OptionError(f"--pin: {message}", hint=hint)
-        if key in COUNTS and not re.fullmatch(r"0*[1-9][0-9]*", value.strip()):
-            raise OptionError(
-                f"--pin {text!r} is not a whole number of at least 1", hint=f"--pin {key}=1"
-            )
-        if key in ("microbatch", "etp"):
-            found[key] = int(value)
-            continue
-        # Read, and judged, as a layout's field, with the fields it needs.
-        required = {"ep": {"cp": value.strip()}, "shard": {"dp": value.strip(), "zero": "1"}}
-        fields = {key: value.strip(), **required.get(key, {})}
-        again = getattr(Layout.parse("tp1" if "dp" in fields else "dp1", **fields), key)
-        if found.get(key, again) != again:
-            raise OptionError(f"--pin gives {key} twice: {found[key]} and {again}")
-        found[key] = again
-        if key == "schedule" and found[key] not in NAMES:
-            message, hint = unknown("schedule", str(found[key]), NAMES)
-            raise OptionError(f"--pin: {message}", hint=hint)
-    return found
-
-
-def pins_text(pins: Pins | None) -> str:
-    """As they are written: `tp=8, sequence_parallel=true`."""
-    return ", ".join(f"{k}={str(v).lower()}" for k, v in (pins or {}).items())
 
 
 def legal_layouts(
@@ -130,9 +77,12 @@ def legal_layouts(
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
     base = _with_batches(meshes, shape, global_batch, pins)
     parts: list[dict[str, Floats]] = []
+    offload = OFFLOADED.index(pins.get("offload", "none"))
     for option in _options(pins, here):
         schedule, zero, recompute, parallel = option
         if option[2] == "selective" and not selective and "recompute" not in pins:
+            continue
+        if offload == OFFLOADED.index("params") and zero != 3:
             continue
         keep = _allowed(base, option, seq_len=seq_len, pins=pins)
         chosen = {name: column[keep] for name, column in base.items()}
@@ -144,6 +94,7 @@ def legal_layouts(
             ("sequence_parallel", parallel),
         ):
             chosen[name] = np.full(count, float(value))
+        chosen["offload"] = np.full(count, float(offload))
         chosen["shard"] = chosen["dp"]
         parts += _sharded(chosen, zero, domain, pins=pins)
     names = [field.name for field in dataclasses.fields(Layouts)]
@@ -188,6 +139,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         shard=row["shard"] if row["zero"] and row["shard"] != row["dp"] else None,
         recompute=RECOMPUTE[row["recompute"]],
         sequence_parallel=bool(row["sequence_parallel"]),
+        offload=OFFLOADED[row["offload"]],
     )
 
 
@@ -221,6 +173,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "sequence_parallel": layout.sequence_parallel,
         "schedule": schedule,
         "lighter": layout.pipeline_split == "light-ends",
+        "offload": offload_number(layout),
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
@@ -333,6 +286,8 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
         return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
     if pins.get("sequence_parallel") and pins.get("tp") == 1:
         return "sequence_parallel shards sequences over tensor ranks, and tp is pinned at 1"
+    if pins.get("offload") == "params" and pins.get("zero", 3) != 3:
+        return f"offload=params needs zero=3, and zero is pinned at {pins['zero']}"
     if "shard" in pins and pins.get("zero") == 0:
         return f"shard {pins['shard']} applies to ZeRO, and zero is pinned at 0"
     return None
@@ -489,7 +444,7 @@ def _allowed(
         keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
     else:
         keep = np.zeros(len(pp), dtype=bool)
-    if zero and "zero" not in pins:
+    if zero and "zero" not in pins and pins.get("offload") != "params":
         keep = keep & (base["dp"] > 1)
     if zero == 2 and "zero" not in pins:
         # Of a pipeline's many microbatches every one would be summed apart; nobody does that.

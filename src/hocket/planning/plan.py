@@ -10,12 +10,14 @@ import numpy as np
 from hocket.catalogue.hardware import cluster as find_cluster
 from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
-from hocket.planning.fit import HEADROOM
+from hocket.cost.layout_batch import OFFLOADED
+from hocket.planning.fit import HEADROOM, fits_host
 from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.goodput import Goodput
-from hocket.planning.layouts import Pins, layout_at, pins_text, row
+from hocket.planning.layouts import layout_at, row
+from hocket.planning.pins import Pins, pins_text
 from hocket.planning.placement import moved, placed_forecast
-from hocket.planning.problem import Problem
+from hocket.planning.problem import OWN, Problem
 from hocket.planning.search import (
     EXTRA,
     Scored,
@@ -134,9 +136,13 @@ def best_layouts(
     found = search_layouts(
         problem, objective=objective, pins=pins, extra=None if everything else EXTRA
     )
-    if found.num_fitting == 0:
-        raise _impossible(problem, found, pins)
     notes = []
+    if found.num_fitting == 0:
+        offloaded = _offloaded(problem, objective, pins)
+        if offloaded is None:
+            raise _impossible(problem, found, pins)
+        found = offloaded
+        notes += _in_host_memory(problem, found, pins)
     if found.num_gpus < problem.cluster.num_gpus:
         notes.append(
             f"No layout with a global batch of {problem.global_batch} uses all "
@@ -226,9 +232,13 @@ def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
     notes += _borrowed(problem)
     if layout.data_parallel == "threads":
         notes.append("Threads of one process are estimated as processes, one per GPU.")
-    if layout.offload != "none":
-        notes.append(f"Time and memory are those without offload={layout.offload}.")
-    if not found.fits:
+    if found.host_memory:
+        notes.append(_of_hosts(problem, found.host_memory))
+    if not fits_host(found.host_memory, problem.cluster.node):
+        notes.append("It does not fit the hosts.")
+    if layout.offloads("activations"):
+        notes.append("Time and memory are those with activations on the GPUs.")
+    if not found.fits and found.memory > problem.cluster.node.gpu.usable:
         notes.append(
             f"It does not fit: {format_bytes(found.memory)} are expected, of "
             f"{format_bytes(problem.cluster.node.gpu.usable)} that a process can have."
@@ -261,7 +271,7 @@ def smallest_cluster(
         # Nothing holds less than one sequence at a time without stages that take turns.
         asked = {"microbatch": 1, "schedule": "1f1b", **(pins or {})}
         found = problem.legal(size, pins=asked, here=here)
-        return bool((problem.high_memory(found) <= problem.usable).any())
+        return bool(problem.proposable(found).any())
 
     for cluster in _parts(problem.cluster):
         if fits(1):
@@ -373,7 +383,7 @@ def _shorter(problem: Problem, pins: Pins | None) -> int | None:
         smaller = dataclasses.replace(problem, seq_len=length)
         asked = {"microbatch": 1, **(pins or {})}
         found = smaller.legal(problem.cluster.num_gpus, pins=asked, here=True)
-        if (smaller.high_memory(found) <= problem.usable).any():
+        if smaller.proposable(found).any():
             return length
         length //= 2
     return None
@@ -386,8 +396,55 @@ def _fits_adapters(problem: Problem, pins: Pins | None) -> bool:
     if problem.shape.num_trained != problem.shape.num_parameters:
         return False
     smaller = dataclasses.replace(problem, shape=adapted(problem.shape, LORA_RANK))
-    found = smaller.legal(problem.cluster.num_gpus, pins=pins or {}, here=True)
-    return bool((smaller.high_memory(found) <= smaller.usable).any())
+    return _fits(smaller, pins)
+
+
+def _offloaded(problem: Problem, objective: str, pins: Pins | None) -> SearchResult | None:
+    """What fits with state in the host's memory, as this hocket offloads it; the optimizer's alone
+    where that is enough. None: nothing, or other software's layouts are asked for."""
+    if problem.stack != OWN or "offload" in (pins or {}):
+        return None
+    for kind in OFFLOADED[1:]:
+        try:
+            asked = {**(pins or {}), "offload": kind}
+            found = search_layouts(problem, objective=objective, pins=asked, here=True)
+        except OptionError:  # pinned to a ZeRO stage that it cannot have
+            continue
+        if found.num_fitting:
+            return found
+    return None
+
+
+def _in_host_memory(problem: Problem, found: SearchResult, pins: Pins | None) -> list[str]:
+    """That nothing fits without offload, what it takes of the hosts, and what would do without."""
+    at = found.best.layouts.take(np.arange(1))
+    what = {"optimizer": "the optimizer's state", "params": "parameters and optimizer state"}
+    kind = OFFLOADED[int(at.offload[0])]
+    notes = [
+        f"Nothing fits with all state on the GPUs; these keep {what[kind]} in the hosts' memory.",
+        _of_hosts(problem, round(float(problem.host_memory(at)[0]))),
+    ]
+    narrow = dataclasses.replace(problem, grad_dtype="bf16")
+    if problem.grad_dtype != "bf16" and problem.precision == "bf16" and _fits(narrow, pins):
+        notes.append("With --grad-dtype bf16 all state fits on the GPUs.")
+    return notes
+
+
+def _of_hosts(problem: Problem, held: int) -> str:
+    """What offloaded state takes of a node's memory, and what its time is estimated by."""
+    node = problem.cluster.node
+    has = f" of {format_bytes(node.host_memory)}" if node.host_memory else ""
+    rate = "" if node.host_bandwidth else ", the host's memory taken as two channels for each GPU"
+    return (
+        f"The hosts' memory: {format_bytes(held)}{has} a node. The time of offloaded state is "
+        f"estimated from data sheets{rate}; no GPU node was measured."
+    )
+
+
+def _fits(problem: Problem, pins: Pins | None) -> bool:
+    """Whether a layout of all GPUs that this hocket runs fits."""
+    found = problem.legal(problem.cluster.num_gpus, pins=pins or {}, here=True)
+    return bool(problem.proposable(found).any())
 
 
 def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> LayoutError:
@@ -400,7 +457,7 @@ def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> Lay
     message = (
         f"{problem.shape.name} does not fit {problem.cluster.name} in any of {found.num_legal:,} "
         f"layouts (sequences of {problem.seq_len}, global batch {problem.global_batch}{asked}): "
-        f"the smallest peak memory per GPU is {format_bytes(high)}, of "
+        f"the smallest peak memory per GPU is {format_bytes(high)} at the 95th percentile, of "
         f"{format_bytes(problem.usable)} that it may ({HEADROOM:.0%} stay free); "
         f"{format_bytes(high - problem.usable)} are missing. That is {layout}: {kinds}."
     )
@@ -411,6 +468,10 @@ def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> Lay
     text = f"--cluster {smallest.name} is the smallest that fits"
     if runnable is not None and runnable != smallest:
         text += f"; {runnable.name} with what this version runs"
+    if problem.stack == OWN and "offload" not in (pins or {}):
+        there = smallest_cluster(problem, {**(pins or {}), "offload": OFFLOADED[1]}, here=True)
+        if there is not None and there.num_gpus < smallest.num_gpus:
+            text += f"; {there.name} with the optimizer's state in the hosts' memory"
     if _fits_adapters(problem, pins):
         text += f"; {problem.cluster.name} holds LoRA adapters: --lora-rank {LORA_RANK}"
     return LayoutError(message, hint=text)

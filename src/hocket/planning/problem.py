@@ -30,8 +30,9 @@ from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
-from hocket.planning.fit import proposable
-from hocket.planning.layouts import Pins, legal_layouts
+from hocket.planning.fit import fits_host, proposable
+from hocket.planning.layouts import legal_layouts
+from hocket.planning.pins import Pins
 from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build_schedule, stage_ranks
 from hocket.simulation import durations, simulate
@@ -265,6 +266,22 @@ class Problem:
     @functools.cached_property
     def _known(self) -> dict[Layout, tuple[float, float, float, float]]:
         return {}
+
+    def proposable(self, layouts: Layouts, high: Floats | None = None) -> np.ndarray:
+        """[r] bool: rows whose memory fits, on the GPUs (`planning.fit`) and on the hosts.
+
+        Args:
+            high: their `high_memory`, where it is known.
+        """
+        high = self.high_memory(layouts) if high is None else high
+        return (high <= self.usable) & fits_host(self.host_memory(layouts), self.cluster.node)
+
+    def host_memory(self, layouts: Layouts) -> Floats:
+        """Bytes of a host that its ranks keep state in, [r]."""
+        if not np.any(layouts.offload):
+            return np.zeros(len(layouts))
+        ranks = layouts.dp * layouts.cp * layouts.tp * layouts.pp
+        return self.memory(layouts).host * np.minimum(self.cluster.node.num_gpus, ranks)
 
     def high_memory(self, layouts: Layouts) -> Floats:
         """Bytes of the peak GPU at the 95th percentile, [r]; what must fit."""

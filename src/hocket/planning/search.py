@@ -15,14 +15,8 @@ import numpy as np
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
-from hocket.planning.layouts import (
-    Pins,
-    concatenate,
-    layout_at,
-    pins_text,
-    runs_here,
-    unmet_pin,
-)
+from hocket.planning.layouts import concatenate, layout_at, runs_here, unmet_pin
+from hocket.planning.pins import Pins, pins_text
 from hocket.planning.problem import Problem, played_microbatches
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
@@ -128,7 +122,7 @@ def search_layouts(
         parts.append(problem.legal(size, pins=pins, here=here))
     layouts = concatenate(parts)
     high = problem.high_memory(layouts)
-    fits = high <= problem.usable
+    fits = problem.proposable(layouts, high)
     num_gpus = int(_layout_gpus(layouts).max())
     if not fits.any():
         at = int(high.argmin())

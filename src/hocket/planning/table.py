@@ -430,6 +430,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "sequence_parallel": float((number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
         "lighter": float("one layer fewer" in said),
+        "offload": 0.0,
     }
 
 

@@ -153,6 +153,20 @@ def bind_near(address: str, root: Path = Path("/")) -> frozenset[int]:
     return frozenset(chosen)
 
 
+def host_threads(num_gpus: int, cores: int | None = None, own: int | None = None) -> int:
+    """CPU threads of a rank that computes on the host, as an offloaded optimizer does: its share of
+    the machine's cores, of those that it may use.
+
+    Args:
+        num_gpus: of the machine, each with a rank.
+        cores: of the machine. own: that this process may use. None: as the system says.
+    """
+    cores = cores or os.cpu_count() or 1
+    if own is None:
+        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(own, cores // max(1, num_gpus)))
+
+
 def pick_backend(
     backend: str = "auto",
     device: torch.device | str = "cpu",

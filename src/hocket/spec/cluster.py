@@ -94,7 +94,8 @@ class Node:
         pcie: bytes/s per GPU and direction.
         network: bytes/s per direction of ALL its network cards together.
         nics: how many cards those are; ranks of a node share them.
-        host_memory: bytes; 0 if unknown.
+        host_memory: bytes; 0 if unknown. host_bandwidth: bytes/s of it, of all sockets together; 0
+            if unknown.
         name: the entry of the catalogue it was read from, empty for one of one's own.
     """
 
@@ -105,6 +106,7 @@ class Node:
     network: float
     nics: int
     host_memory: int = 0
+    host_bandwidth: float = 0.0
     name: str = ""
     source: str = ""
 
