@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str])
     found = request({"model": words[2], **flags, **sizes})
     assert found.layout == Layout.parse(flags["layout"])
     assert (found.workload.seq_len, found.workload.dtype) == (2048, "bf16")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--grad-dtype", "bf16"], ["--optimizer", "adamw_8bit"], ["--dtype", "fp32"]]
+)
+def test_both_commands_are_of_what_was_asked(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    train, rehearse = plan(capsys, "--top", "1", *flags).splitlines()[-2:]
+    assert shlex.join(flags) in train
+    assert "rehearse" in rehearse
+    assert shlex.join(flags) in rehearse
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

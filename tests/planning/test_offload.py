@@ -166,8 +166,21 @@ def test_pins_that_cannot_be(texts: list[str], words: str) -> None:
 def test_narrower_gradients_are_offered() -> None:
     found = best_layouts(problem("qwen3-30b-a3b"), top=1)
     assert found.best.layout.offloads("optimizer")
-    assert "With --grad-dtype bf16 all state fits on the GPUs." in found.notes
-    assert not any("grad-dtype" in note for note in best_layouts(problem(), top=1).notes)
+    flags = "--grad-dtype bf16 or --optimizer adamw_8bit"
+    assert f"With {flags} all state fits on the GPUs." in found.notes
+    for change in ({"grad_dtype": "bf16"}, {"optimizer": "adamw_8bit"}):
+        assert best_layouts(problem("qwen3-30b-a3b", **change), top=1).best.layout.offload == "none"
+    assert not any("With --" in note for note in best_layouts(problem(), top=1).notes)
+
+
+def test_moments_in_8_bits_take_less_of_the_hosts() -> None:
+    found = []
+    for optimizer in ("adamw", "adamw_8bit"):
+        asked = problem("llama-3-8b", optimizer=optimizer)
+        layout = Layout.parse("dp8:microbatches=4,zero=1,offload=optimizer")
+        found.append(float(asked.host_memory(row(layout, asked.shape, 4096, 64))[0]))
+    parameters = problem("llama-3-8b").shape.num_parameters
+    assert found[0] - found[1] == pytest.approx((8 - 2 * (1 + 4 / 256)) * parameters, rel=0.01)
 
 
 def test_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:

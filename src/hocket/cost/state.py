@@ -31,8 +31,7 @@ from hocket.spec.layout import RECOMPUTE
 FULL = RECOMPUTE.index("full")
 
 MASTER = 4.0
-"""Bytes of a parameter's master, of each of its two moments, and of a gradient that the host steps
-from."""
+"""Bytes of a parameter's master, and of a gradient that the host steps from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +149,7 @@ def held(
     # Of other software the memory is fitted as it was measured.
     own = (at.zero >= 3) & (np.asarray(constants.eager_saved) > 0)
     leaving = np.where(wide, 0.0, constants.weight_bytes)
+    state_there = constants.optimizer_bytes + np.where(wide, MASTER, 0.0)
     for part, group in zip(("dense", "expert"), state_groups(at), strict=True):
         whole, of_trained = getattr(parameters, part), getattr(trained, part)
         gathers = (group.ranks > 1) | shards
@@ -173,7 +173,7 @@ def held(
         mine = of_trained / np.where(at.zero >= 1, group.ranks, 1.0)
         found[2] = found[2] + np.where(stepped, 0.0, state * mine)
         arriving = np.where(shards, constants.gradient_bytes, MASTER)
-        on_host = (3 * MASTER + arriving + np.where(shards, 0.0, leaving)) * mine
+        on_host = (state_there + arriving + np.where(shards, 0.0, leaving)) * mine
         on_host = on_host + np.where(shards, constants.weight_bytes * share, 0.0)
         found[3] = found[3] + np.where(stepped, on_host, 0.0)
     return HeldBytes(*found)

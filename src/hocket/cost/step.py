@@ -46,9 +46,9 @@ the CPU then waits until the message is there (Megatron-LM synchronizes after it
 between the batched sends and receives), the first of the next stage's."""
 
 
-HOST_UPDATE = 28.0 + 6.0
-"""Bytes of host memory that the update of a parameter moves: master, moments and gradient read, the
-first three written; the new value rounded."""
+HOST_UPDATE = 12.0 + 6.0
+"""Bytes of host memory that the update of a parameter moves in addition to its moments, which are
+read and written: gradient and master read, the master written; the new value rounded."""
 
 HOST_CLIP = 4.0 + 8.0
 """Of finding the norm of its gradient, and of scaling it."""
@@ -244,7 +244,9 @@ def _on_host(updated: Floats, at: Layouts, platform: Platform) -> Floats:
     shards = at.offload >= 2
     arriving = np.where(shards, constants.gradient_bytes, MASTER)
     leaving = np.where(shards, 0.0, constants.weight_bytes)
-    moved = HOST_UPDATE + np.where(shards, HOST_CLIP, 0.0)
+    wide = np.asarray(constants.weight_bytes) >= MASTER
+    moments = constants.optimizer_bytes - np.where(wide, 0.0, MASTER)
+    moved = HOST_UPDATE + 2 * moments + np.where(shards, HOST_CLIP, 0.0)
     update = ranks * updated * moved / (machine.host * HOST_RATE)
     return (arriving + leaving) * updated / machine.pcie + update
 

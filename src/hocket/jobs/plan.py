@@ -310,6 +310,8 @@ def rehearsal(found: TrainingPlan) -> list[str]:
     """The words of the command that executes the best layout on fake GPUs."""
     words = ["rehearse", found.model, "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
+    if found.precision != "bf16":  # its default
+        words += ["--dtype", found.precision]
     return words + _options(found)
 
 
@@ -323,14 +325,14 @@ def train_command(found: TrainingPlan) -> list[str]:
     words = ["train", name, "--data", "DATA", "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     words += ["--dtype", found.precision]
-    if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
-        words += ["--grad-dtype", found.grad_dtype]
     return words + _options(found)
 
 
 def _options(found: TrainingPlan) -> list[str]:
-    """The flags of what is trained instead of the model, and of the optimizer."""
+    """The flags of gradients, of what is trained instead of the model, and of the optimizer."""
     words: list[str] = []
+    if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
+        words += ["--grad-dtype", found.grad_dtype]
     for name in ("lora_rank", "lora_targets", "quantize_base", "optimizer"):
         value = getattr(found, name)
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]

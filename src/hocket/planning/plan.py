@@ -424,9 +424,13 @@ def _in_host_memory(problem: Problem, found: SearchResult, pins: Pins | None) ->
         f"Nothing fits with all state on the GPUs; these keep {what[kind]} in the hosts' memory.",
         _of_hosts(problem, round(float(problem.host_memory(at)[0]))),
     ]
-    narrow = dataclasses.replace(problem, grad_dtype="bf16")
-    if problem.grad_dtype != "bf16" and problem.precision == "bf16" and _fits(narrow, pins):
-        notes.append("With --grad-dtype bf16 all state fits on the GPUs.")
+    replace = dataclasses.replace
+    ways = {"--optimizer adamw_8bit": replace(problem, optimizer="adamw_8bit")}
+    if problem.precision == "bf16":
+        ways = {"--grad-dtype bf16": replace(problem, grad_dtype="bf16"), **ways}
+    enough = [flag for flag, narrower in ways.items() if _fits(narrower, pins)]
+    if enough:
+        notes.append(f"With {' or '.join(enough)} all state fits on the GPUs.")
     return notes
 
 
