@@ -51,7 +51,13 @@ def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    "flags", [["--grad-dtype", "bf16"], ["--optimizer", "adamw_8bit"], ["--dtype", "fp32"]]
+    "flags",
+    [
+        ["--grad-dtype", "bf16"],
+        ["--optimizer", "adamw_8bit"],
+        ["--dtype", "fp32"],
+        ["--dtype", "fp8"],
+    ],
 )
 def test_both_commands_are_of_what_was_asked(
     capsys: pytest.CaptureFixture[str], flags: list[str]

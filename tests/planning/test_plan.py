@@ -18,7 +18,7 @@ from hocket.planning.explain import explain_layout
 from hocket.planning.forecast import LayoutForecast
 from hocket.planning.layouts import layout_at, row
 from hocket.planning.plan import TrainingPlan, best_layouts, plan_one, smallest_cluster
-from hocket.planning.problem import Problem
+from hocket.planning.problem import OWN, Problem
 from hocket.planning.search import estimate_layouts, search_layouts, simulate_all
 from hocket.planning.tools.emit import TOOLS, emit
 from hocket.schedules.registry import build_schedule
@@ -517,3 +517,17 @@ def test_uneven_experts_cost_time_and_memory_where_they_lie_over_ranks() -> None
             assert other.step_seconds.median < 1.5 * one.step_seconds.median
     with pytest.raises(OptionError, match=r"expert_imbalance is 0\.5"):
         dataclasses.replace(even, expert_imbalance=0.5)
+
+
+def test_fp8_is_planned_where_train_runs_it() -> None:
+    asked = Problem(
+        shape=shape("llama-3-8b"), cluster=cluster("8xH100"), seq_len=4096, global_batch=64,
+        precision="fp8", stack=OWN,
+    )  # fmt: skip
+    found = best_layouts(asked, top=4)
+    assert all(one.runs_here for one in found.layouts)
+    # torchao computes both halves of a backward at once.
+    assert {one.layout.schedule for one in found.layouts} <= {"1f1b", "interleaved"}
+    halved = found.unsupported_layouts[0]
+    assert halved.layout.schedule in ("zero-bubble", "zb-v")
+    assert "defers weight gradients" in halved.unsupported[0]

@@ -132,8 +132,8 @@ def peak_memory(
     host = np.zeros(shape)
     for weights, with_head, kept, of_loss, of_layer in stages:
         head = _times(ends[1], with_head)
-        # The head's gradient as it is made, beside the logits; ZeRO-3 widens it, and copies it. A
-        # tied matrix has two, which are added where the embedding's is made.
+        # The head's gradient as it is made, in addition to the logits; ZeRO-3 widens it, and copies
+        # it. A tied matrix has two, which are added where the embedding's is made.
         made = np.where(freed, constants.weight_bytes * head[1].total, 0.0)
         tied = np.where(freed & (model.tied > 0) & (at.pp == 1), 1.0, 0.0)
         gathered = np.where(at.zero >= 3, constants.weight_bytes, 0.0)  # from forward to backward

@@ -140,7 +140,7 @@ def held(
             next one with it), and whose gradients ZeRO-2 holds whole until they are reduced.
         head: the same of the head, where this rank has it.
         later: once the head's backward is over. Where layers are recomputed ZeRO-3 then has a
-            layer's whole gradients beside those of the one before it (or of the head) that are
+            layer's whole gradients and those of the one before it (or of the head) that are
             being reduced; else what layers saved shrinks faster.
     """
     found = [np.zeros_like(at.dp) for _ in range(4)]

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from hocket.planning.fit import fits_host, fits_memory
-from hocket.planning.layouts import layout_at
+from hocket.planning.layouts import LATE, layout_at
 from hocket.planning.problem import Problem
 from hocket.planning.search import Scored
 from hocket.spec import renamed
-from hocket.spec.capabilities import PRECISIONS, absent
+from hocket.spec.capabilities import absent
 from hocket.spec.layout import Layout
 
 BILLION = 1e9
@@ -161,9 +161,8 @@ def layout_forecast(
         for axis in ("cp", "ep")
         if problem.axes is not None and axis not in problem.axes and getattr(layout, axis) > 1
     ]
-    if problem.precision not in PRECISIONS:
-        names = " or ".join(PRECISIONS)
-        unsupported.append(f"{problem.precision}: this version trains in {names}")
+    refused = problem.refused(halved=layout.schedule in LATE and layout.pp > 1)
+    unsupported += [] if refused is None else [refused]
     return LayoutForecast(
         layout=layout,
         microbatch=int(at.microbatch[0]),

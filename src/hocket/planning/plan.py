@@ -28,7 +28,6 @@ from hocket.planning.search import (
 )
 from hocket.planning.tools.emit import TOOLS, tool_reasons
 from hocket.spec import renamed
-from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
@@ -149,7 +148,7 @@ def best_layouts(
             f"{problem.cluster.num_gpus} GPUs; these use at most {found.num_gpus}."
         )
     distinct = _distinct(found.best)
-    runs = found.best.here & (problem.precision in PRECISIONS)
+    runs = found.best.here & problem.trains(found.best.layouts)
     here = distinct[runs[distinct]]
     chosen = _different(found.best, distinct if everything else here, top)
     beyond: list[tuple[int, int]] = []
@@ -353,9 +352,9 @@ def _different(best: Scored, rows: np.ndarray, top: int) -> list[tuple[int, int]
 
 def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[str]:
     """What to do where layouts fit, but none that this hocket can run today."""
-    if problem.precision not in PRECISIONS:
-        names = " or ".join(PRECISIONS)
-        return [f"This version trains in {names}, not {problem.precision}; other software runs it:"]
+    why = problem.refused()
+    if why is not None:
+        return [f"Not run by this version ({why}); other software runs it:"]
     asked = pins_text(pins)
     notes = ["No layout that this version runs fits" + (f" with {asked}." if asked else ".")]
     if pins:

@@ -25,17 +25,18 @@ from hocket.cost.constants import (
     memory_quantiles,
     quantiles,
 )
-from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers
+from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts, RankLayers
 from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
 from hocket.planning.fit import fits_host, proposable
-from hocket.planning.layouts import legal_layouts
+from hocket.planning.layouts import LATE, legal_layouts
 from hocket.planning.pins import Pins
 from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build_schedule, stage_ranks
 from hocket.simulation import durations, simulate
+from hocket.spec.capabilities import TRAINED, refused_precision
 from hocket.spec.cluster import Cluster
 from hocket.spec.cut import Cut, choose_cut
 from hocket.spec.errors import OptionError, unknown
@@ -173,6 +174,24 @@ class Problem:
         """Operations of the model in a step, as published utilisation counts them: without
         recompute, and with the masked half of attention."""
         return self.tokens * self.shape.flops_per_token(self.seq_len, causal=False)
+
+    def refused(self, *, halved: bool = False) -> str | None:
+        """Why hocket cannot train in this precision on these GPUs; None: it can.
+
+        Args:
+            halved: under a schedule that puts weight gradients off.
+        """
+        if self.precision not in TRAINED:
+            return f"{self.precision}: this version trains in {', '.join(TRAINED)}"
+        name = self.cluster.node.gpu.name
+        found = capability(name) if name in gpu_names() else None
+        return refused_precision(self.precision, cuda=True, capability=found, halved=halved)
+
+    def trains(self, layouts: Layouts) -> np.ndarray:
+        """[r] bool: rows whose schedule hocket can train in this precision."""
+        late = np.isin(layouts.schedule, [SCHEDULES.index(NAMES[name]) for name in LATE])
+        here = [self.refused(halved=halved) is None for halved in (False, True)]
+        return np.where(late & (layouts.pp > 1), here[1], here[0])
 
     def legal(self, num_gpus: int, *, pins: Pins | None = None, here: bool = False) -> Layouts:
         """Every legal layout of so many GPUs, as `layouts.legal_layouts`, that `limits` allow."""

@@ -73,7 +73,7 @@ SERVING = (
 """The same for a server. What a schedule says is nothing to it: it has no backward."""
 
 PRECISIONS = ("bf16", "fp32")
-"""Precisions that the runtime trains in on every device, and that the planner proposes."""
+"""Precisions that the runtime trains in on every device."""
 
 TRAINED = ("fp32", "bf16", "fp8")
 """What a training run may ask for: fp8 where `refused_precision` finds nothing against it."""
