@@ -30,7 +30,7 @@ SERVED_PAGE = Path(__file__).with_name("served-families.md")
 SERVED_ROWS = SERVED_PAGE.with_suffix(".jsonl")
 SUMMARY = PAGE.parents[2] / "src/hocket/catalogue/data/families.json"
 """Of both, for `hocket models`."""
-SERVED_RUN = "2026-11-23 (`ep`, recurrent and latent layers without `+`: 2026-11-25)"
+SERVED_RUN = "2026-11-23 (`ep`, recurrent, latent layers without `+`: 2026-11-25; `cp2`, 57 types: 11-26)"
 """Days of the runs whose rows are kept."""
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
 
@@ -251,7 +251,7 @@ def summary(trained: tuple[TypeRow, ...], served: tuple[TypeRow, ...]) -> str:
         if row.kind.endswith(SWITCHED):
             continue
         one = found.setdefault(row.kind, {"trains": [], "why": ""})
-        axes = {"dp1": "dp", "tp2": "tp", "pp2": "pp", "dp2.ep2": "ep"}
+        axes = {"dp1": "dp", "tp2": "tp", "pp2": "pp", "cp2": "cp", "dp2.ep2": "ep"}
         equal = {c.layout for c in row.cells if c.outcome == "equal"}
         one["serves"] = [axis for layout, axis in axes.items() if layout in equal]
         one["why_served"] = next(

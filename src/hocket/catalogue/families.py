@@ -19,7 +19,7 @@ class FamilySupport:
     Attributes:
         trains: of dp, pp, tp, zero, sequence: those under which every layout tried was equal.
         why: the reason of a layout that is rejected; empty where all are equal.
-        serves: of dp, tp, pp. why_served: as `why`.
+        serves: of dp, tp, pp, cp, ep. why_served: as `why`.
     """
 
     trains: tuple[str, ...]
