@@ -353,7 +353,7 @@ def test_a_server_that_is_ended_before_it_is_ready_leaves_no_run(
             hocket.serve(where, run=run, on_event=on_event, **SMALL)
     else:
         assert hocket.serve(where, run=run, on_event=on_event, **SMALL).drained
-    assert "ended before it was ready; no run was recorded" in notes
+    assert "ended before every replica was ready; no run was recorded" in notes
     assert run.exists() == there
     assert not any((run / name).exists() for name in ("run.json", "forecast.json", "measured.json"))
     assert not [one for one in ledger.read_all_entries()[1] if one.run == str(run.resolve())]

@@ -104,8 +104,57 @@ def test_nodes_and_tasks_follow_from_the_layout(capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_printed_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["template", "nomad", "llama-3-8b"]) == HocketError.exit_code
     assert f"known: {', '.join(sorted(KINDS))}" in capsys.readouterr().err
-    assert main(["template", "slurm", "llama-3-8b", "--serve", "--layout", "tp3.pp5"]) == 2
+    assert main(["template", "slurm", "org/model", "--serve", "--layout", "tp3.pp5"]) == 2
     assert "do not fill" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "words"),
+    [
+        ("llama-3-8b", "tp3", "32 heads do not divide over tp 3"),
+        ("llama-3-8b", "pp33", "32 layers cannot be cut into 33 stages"),
+        ("llama-3-8b", "dp2.ep2", "no experts to divide over ep 2"),
+        ("llama-3-8b", "dp4:zero=3,shard=2", ""),
+        ("llama-3-8b", "dp2.cp2.tp2:microbatches=4,zero=1", ""),
+        ("qwen3-30b-a3b", "dp8.tp4.ep8.etp2", ""),
+        ("org/of-the-hub", "tp3", ""),
+    ],
+)
+def test_a_layout_that_the_model_cannot_be_split_by(
+    capsys: pytest.CaptureFixture[str], model: str, layout: str, words: str
+) -> None:
+    code = main(
+        ["template", "slurm", model, "--layout", layout, "--gpus-per-node", "0", "--data", "x"]
+    )
+    said = capsys.readouterr()
+    assert code == (2 if words else 0), said.err
+    assert words in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--seqlen", "4"], "unknown option --seqlen of hocket train; the nearest is --seq-len"),
+        (["--seq-len", "many"], "--seq-len is 'many'; it must be a whole number"),
+        (["elsewhere.txt"], "'elsewhere.txt' is not one"),
+    ],
+)
+def test_options_after_the_dashes_are_those_of_the_verb(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    kind = ["template", "slurm", "tiny-llama", "--layout", "dp2", "--gpus-per-node", "0"]
+    assert main([*kind, "--data", "x", "--", *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+
+
+def test_a_name_of_another_tool_is_printed_as_the_own_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kind = ["template", "slurm", "tiny-llama", "--layout", "dp2", "--gpus-per-node", "0"]
+    assert main([*kind, "--data", "x", "--", "--learning-rate", "1e-4"]) == 0
+    assert "--lr 1e-4" in capsys.readouterr().out
 
 
 def test_the_board_and_the_alerts_read_metrics_that_a_server_has(

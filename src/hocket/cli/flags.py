@@ -144,7 +144,7 @@ SECOND = {
 def _meant(verb: str, arguments: Sequence[str], beyond: Sequence[str]) -> str | None:
     """The command with what no flag takes as the value of one; None where that one is given."""
     flag = SECOND.get(verb)
-    if flag is None or flag[2:] in explicit(arguments):
+    if flag is None or flag[2:] in explicit(arguments) or any(b.startswith("-") for b in beyond):
         return None
     kept = list(arguments)
     for argument in beyond:

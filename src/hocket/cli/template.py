@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Paths, Run, Text, parse_flags
+from hocket.spec.errors import OptionError
 
 Kind = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -76,11 +77,15 @@ def main(arguments: Sequence[str]) -> int:
 def _checked(flags: TemplateFlags, options: list[str]) -> None:
     """Read the further options with the verb's own parser: a mistake ends the process here, not on
     the cluster."""
-    if flags.serve:
-        from hocket.cli.serve import Serve
+    from hocket.cli import serve, spelling, train
 
-        parse_flags(Serve, "serve", options, Serve())
-    else:
-        from hocket.cli.train import Train
-
-        parse_flags(Train, "train", options, Train())
+    verb, module = ("serve", serve) if flags.serve else ("train", train)
+    known = spelling.flags_of(module)
+    options[:] = spelling.checked_arguments(verb, spelling.current(verb, options, known), known)
+    kind = spelling.flags_class(module)
+    found = parse_flags(kind, verb, options, kind())
+    if found.model:
+        raise OptionError(
+            f"after -- stand options of hocket {verb}, and {found.model!r} is not one",
+            hint=f"hocket {verb} --help all lists every option",
+        )

@@ -16,6 +16,7 @@ from importlib import resources
 
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
+from hocket.spec.serving import replica_layout
 
 KINDS = ("slurm", "kubernetes", "docker", "skypilot", "grafana", "prometheus")
 """What can be printed; the last two do not depend on a layout."""
@@ -127,9 +128,12 @@ def _job(wanted: Template) -> str:
             hint=f"--layout dp{max(1, wanted.gpus_per_node)}, or what hocket plan chooses",
         )
     layout = Layout.parse(str(wanted.layout))
+    _fits_model(wanted, layout)
     per_node = wanted.gpus_per_node or wanted.ranks_per_node
-    replica = dataclasses.replace(layout, dp=1)
-    replicas = layout.dp
+    replica = layout
+    if wanted.serve:
+        replica = dataclasses.replace(replica_layout(layout), microbatches=layout.microbatches)
+    replicas = layout.world_size // replica.world_size
     name = f"{wanted.kind}.{verb}"
     if wanted.serve and wanted.kind == "skypilot":
         layout = replica
@@ -168,6 +172,23 @@ def _job(wanted: Template) -> str:
         "argument_list": _argument_list(wanted, arguments, drain),
     }
     return _filled(name, wanted, words)
+
+
+def _fits_model(wanted: Template, layout: Layout) -> None:
+    """Refuse a layout that a model of the catalogue cannot be split by; others are not known here.
+
+    The batch and the sequence are such that they divide: they are the job's own options.
+    """
+    from hocket.catalogue import shapes
+    from hocket.planning.layouts import row
+
+    if wanted.model not in shapes.shape_names():
+        return
+    batch = layout.dp * (layout.microbatches or 2 * layout.pp)
+    try:
+        row(layout, shapes.shape(str(wanted.model)), 256 * layout.cp * layout.tp, batch)
+    except LayoutError as error:
+        raise LayoutError(error.message, hint=f"a layout with {error.hint}") from None
 
 
 def _title(wanted: Template, layout: Layout, nodes: int, ranks: int) -> str:

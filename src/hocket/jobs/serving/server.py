@@ -328,7 +328,7 @@ async def _serve(
             record.note(f"warning: what was measured is not kept: {error}")
         ledger.enter(folder.path, record.note, others=others)
     else:
-        record.note("ended before it was ready; no run was recorded")
+        record.note("ended before every replica was ready; no run was recorded")
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return ServerResult(
         run=folder.path,
