@@ -86,6 +86,6 @@ def _checked(flags: TemplateFlags, options: list[str]) -> None:
     found = parse_flags(kind, verb, options, kind())
     if found.model:
         raise OptionError(
-            f"after -- stand options of hocket {verb}, and {found.model!r} is not one",
+            f"options of hocket {verb} follow --, and {found.model!r} is not one",
             hint=f"hocket {verb} --help all lists every option",
         )
