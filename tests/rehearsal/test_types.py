@@ -43,6 +43,8 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
         ("gpt_oss", "dp2", 512),  # sinks: flex attention saves no scores
         ("gpt_oss", "tp2:recompute=selective", 512),
         ("gemma2", "dp2", 512),  # soft caps, likewise
+        ("granitemoe_swa", "tp2", 64),
+        ("llama4_text", "tp2", 64),  # stacked experts as [experts, in, out]
         ("doge", "dp2", 64),  # positions are selected in sequences that are longer than this one
         ("inkling_text", "dp2", 64),  # the widest tensor is an inner one of attention
     ],

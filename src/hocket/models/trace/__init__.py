@@ -237,7 +237,7 @@ def _weights(
             units = _units(segments, parameter.numel())
             if split.gather_output:
                 gathers.add(full)
-            if style == "expert" and split.dims[own] in (1, -2):
+            if style == "expert" and split.dims[own] == _up_dim(split):
                 up.add(full)
         kinds[full] = style
         weight = Weight(
@@ -253,6 +253,13 @@ def _weights(
         if key == "embedding" and full in used["head"]:
             parts["head"].append(weight)
     return parts, Splits(weights=kinds, gathers=frozenset(gathers), up=frozenset(up))
+
+
+def _up_dim(split: Split) -> int:
+    """The dim by which stacked up projections are split: 1 of [experts, out, in], 2 of [experts,
+    in, out] (Llama 4). Gate and up in one weight are two segments."""
+    fused = [split.dims[name] for name, s in split.parameter_segments.items() if len(s) > 1]
+    return fused[0] if fused else 1
 
 
 class _Units(NamedTuple):
