@@ -7,11 +7,13 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hocket.cli.main import main
+from tests import rotation
 from tests.ranks import RankPool
 from tests.support.runs import job, text_in
 
@@ -24,6 +26,9 @@ pytestmark = [
 
 STEPS = 155
 """Three of them are compared: 50, 100 and 150."""
+
+
+Cause = Callable[[Path, RankPool, pytest.CaptureFixture[str]], None]
 
 
 def command(folder: Path, layout: str, batch: int, *words: str) -> list[str]:
@@ -41,9 +46,7 @@ def named(text: str) -> list[tuple[str, str, int]]:
     return [(who, cause, int(share)) for who, cause, share in found]
 
 
-def test_a_rank_that_is_stopped_again_and_again(
-    tmp_path: Path, ranks: RankPool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def compute(tmp_path: Path, ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
     """As by a host whose processor is taken away: it runs for one fifth of the time."""
     over = threading.Event()
     server = ranks.launcher._server.pid
@@ -71,7 +74,8 @@ def test_a_rank_that_is_stopped_again_and_again(
     assert share > 10
 
 
-def test_a_slow_data_source(tmp_path: Path) -> None:
+def data_source(tmp_path: Path, ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
+    """One rank waits before each batch."""
     notes: list[str] = []
     slow = {"kind": "slow", "rank": 1, "phase": "input", "step": 1, "seconds": 0.05}
     job(tmp_path, "run", "dp2", [slow], notes, steps=STEPS, save_every=0, eval_every=0)
@@ -80,10 +84,17 @@ def test_a_slow_data_source(tmp_path: Path) -> None:
     assert share > 10
 
 
-def test_a_slow_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def link(tmp_path: Path, ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
     """Of three pairs of tensor parallelism one is split between two domains of three ranks."""
-    links = "800GB/sx3+16GB/s:scale=1000"
+    links = "400GB/sx3+8GB/s:scale=1000"
     assert main(command(tmp_path, "dp3.tp2", 6, "--emulate-links", links)) == 0
     ((who, cause, share),) = named("".join(capfd.readouterr()))
     assert (who, cause) == ("ranks (2, 3)", "the link between them")
     assert share > 10
+
+
+@pytest.mark.parametrize("cause", rotation.part([compute, data_source, link], 3))
+def test_what_is_slow_is_named(
+    tmp_path: Path, ranks: RankPool, capfd: pytest.CaptureFixture[str], cause: Cause
+) -> None:
+    cause(tmp_path, ranks, capfd)
