@@ -84,3 +84,12 @@ def test_compute_is_what_is_not_inside_a_collective() -> None:
     # 0.7 of the first span, a gap of 0.2 in which nothing was waited for, and the last span.
     assert found.compute == pytest.approx(1.0)
     assert found.links == {"tp": [pytest.approx(0.3)], "dp": [pytest.approx(0.5)]}
+
+
+def test_waiting_inside_compute_is_not_compute() -> None:
+    """Under ZeRO-3 a layer waits for its values, which a slow rank is late to send."""
+    forward = SimpleNamespace(lane="compute", start=0.0, end=1.0, axis=None)
+    gather = SimpleNamespace(lane="communication", start=0.1, end=0.9, axis="dp")
+    assert rank_seconds([forward, gather], 1.0, 0.0).compute == pytest.approx(1.0)
+    found = rank_seconds([forward, gather], 1.0, 0.0, waits=[(0.3, 0.9)])
+    assert found.compute == pytest.approx(0.4)

@@ -62,6 +62,7 @@ class Recorder:
         self._cuda = torch.device(device).type == "cuda"
         self._counts: dict[tuple[str, str, str], list[int]] = {}
         self._spans: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._waits: list[tuple[Any, Any]] = []
         self._base: tuple[Any, float] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
@@ -101,6 +102,7 @@ class Recorder:
         """Forget all counts and spans."""
         self._counts.clear()
         self._spans.clear()
+        self._waits.clear()
         self._base = None
 
     @contextmanager
@@ -149,6 +151,18 @@ class Recorder:
             yield
         finally:
             self.add(start, lane, kind, name, **fields)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note the block as one that waits for a collective which runs alongside compute."""
+        start = self.mark()
+        yield
+        if start is not None and self.recording:
+            self._waits.append((start, self.mark()))
+
+    def waits(self) -> list[tuple[float, float]]:
+        """Start and end of each such block, in seconds as of `timeline_events`."""
+        return [(self._seconds(start), self._seconds(end)) for start, end in self._waits]
 
     def timeline_events(self) -> list[Event]:
         """The spans noted so far, as events of this rank in seconds."""

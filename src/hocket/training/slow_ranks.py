@@ -86,23 +86,30 @@ class SlowRank:
 
 
 def rank_seconds(
-    events: Sequence[Any], step: float, input_seconds: float, work: float = 0.0
+    events: Sequence[Any],
+    step: float,
+    input_seconds: float,
+    work: float = 0.0,
+    waits: Sequence[tuple[float, float]] = (),
 ) -> RankSeconds:
-    """A rank's RankSeconds of the events of one step (`spec.timeline.Event`)."""
+    """A rank's RankSeconds of the events of one step (`spec.timeline.Event`), and of the blocks in
+    which it waited for collectives that run alongside compute."""
     links: dict[str, list[float]] = {}
     for one in events:
         if one.lane == "communication" and one.axis is not None:
             links.setdefault(one.axis, []).append(one.end - one.start)
-    return RankSeconds(step, _busy(events), input_seconds, work, links)
+    return RankSeconds(step, _busy(events, waits), input_seconds, work, links)
 
 
-def _busy(events: Sequence[Any]) -> float:
+def _busy(events: Sequence[Any], waits: Sequence[tuple[float, float]]) -> float:
     """Seconds from the first event to the last in which the rank did not wait: for a collective
     that stands inside an action, or for one that overlaps with no compute."""
     edges: list[tuple[float, int, int]] = []
     for one in events:
         lane = 0 if one.lane == "compute" else 1 if one.axis in BLOCKING else 2
         edges += [(one.start, lane, 1), (one.end, lane, -1)]
+    for start, end in waits:
+        edges += [(start, 1, 1), (end, 1, -1)]
     edges.sort()
     depth, busy, last = [0, 0, 0], 0.0, edges[0][0] if edges else 0.0
     for moment, lane, change in edges:
@@ -190,7 +197,8 @@ class SlowRanks:
         """On rank 0, who is slow by the steps recorded so far, once; None: none, or the same."""
         events = self._mesh.recorder.timeline_events()
         seconds = time.perf_counter() - self._began
-        mine = rank_seconds(events, seconds, input_seconds, self._work)
+        waits = self._mesh.recorder.waits()
+        mine = rank_seconds(events, seconds, input_seconds, self._work, waits)
         rows = timeline.gather_values(self._context, f"slow/{step}", dataclasses.asdict(mine))
         if rows is None:
             return None

@@ -394,7 +394,8 @@ class ShardedBlocks(Shares):
         self._gather(block)
         for start, bucket in block.started:
             if bucket.gathering is not None:
-                bucket.gathering.wait()
+                with self.recorder.waiting():
+                    bucket.gathering.wait()
             come_back(bucket.parameters)
             gathered, bucket.gathering = bucket.gathering is not None, None
             if not gathered or bucket.axis.group is None:

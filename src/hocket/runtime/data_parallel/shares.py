@@ -223,7 +223,8 @@ class Shares(abc.ABC):
         """Wait for one reduction and add what came; its whole gradient is freed."""
         axis = reduction.bucket.axis
         if reduction.work is not None:
-            reduction.work.wait()
+            with self.recorder.waiting():
+                reduction.work.wait()
             self.recorder.add(
                 reduction.start,
                 "communication",
