@@ -379,9 +379,10 @@ class ShardedBlocks(Shares):
         phase = "other" if self.recorder.phase == "other" else "step"
         with torch.no_grad(), self.recorder.in_phase(phase):
             if not self._on_host:
-                bucket.gathering = all_gather_flat(
-                    bucket.flat, bucket.mine, bucket.axis, self.recorder
-                )
+                with self.recorder.waiting():  # where the backend's collectives block
+                    bucket.gathering = all_gather_flat(
+                        bucket.flat, bucket.mine, bucket.axis, self.recorder
+                    )
                 return
             with self._copies.behind_current():
                 piece = bucket.part()  # the very place where the gather expects it

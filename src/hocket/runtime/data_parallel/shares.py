@@ -215,7 +215,7 @@ class Shares(abc.ABC):
             self._finish(self._reducing.popleft())
         part = whole.new_empty(whole.numel() // bucket.axis.size)
         start = self.recorder.mark()
-        with self.recorder.in_phase("step"):
+        with self.recorder.in_phase("step"), self.recorder.waiting():
             work = reduce_scatter_flat(part, whole, bucket.axis, self.recorder)
         self._reducing.append(BucketReduction(bucket, whole, part, work, start))
 
