@@ -37,7 +37,7 @@ from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build_schedule, stage_ranks
 from hocket.simulation import durations, simulate
 from hocket.spec.capabilities import TRAINED, refused_precision
-from hocket.spec.cluster import Cluster
+from hocket.spec.cluster import PRECISIONS, Cluster
 from hocket.spec.cut import Cut, choose_cut
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
@@ -116,9 +116,15 @@ class Problem:
                 raise OptionError(f"{name} is {value:,}; at most {MOST:,} is planned")
         check_size(self.cluster)
         rates = self.cluster.node.gpu.flops
+        if self.precision not in PRECISIONS:
+            message, hint = unknown("precision", self.precision, PRECISIONS)
+            raise OptionError(message, hint=hint)
         if self.precision not in rates:
-            message, hint = unknown("precision", self.precision, rates)
-            raise OptionError(f"{self.cluster.node.gpu.name}: {message}", hint=hint)
+            name, has = self.cluster.node.gpu.name, ", ".join(rates)
+            raise OptionError(
+                f"{name} has no matmuls in {self.precision}; it has {has}",
+                hint=f"--dtype {'bf16' if 'bf16' in rates else has.partition(',')[0]}",
+            )
         self.state_bytes  # noqa: B018  rejects what cannot be
 
     @functools.cached_property
