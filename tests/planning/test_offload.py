@@ -72,7 +72,7 @@ def test_the_hosts_hold_the_state_once(model: str, text: str) -> None:
     layout = Layout.parse(text, microbatches="4", offload="optimizer")
     held = float(asked.host_memory(row(layout, asked.shape, 4096, 64))[0])
     # Both are of the rank that has most: a stage may have a layer more, and tp copies norms.
-    assert held == pytest.approx(STATE * asked.shape.num_parameters, rel=0.06)
+    assert held == pytest.approx(STATE * asked.shape.num_parameters, rel=0.1)
     assert held >= STATE * asked.shape.num_parameters * 0.999
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +148,8 @@ def _shape(done: Run, name: str) -> ModelShape:
             unfused=costs.unfused(),
             weights=tuple(weights[key]),
         )
+    layers = tuple(names[index] for index in done.kinds)
+    blocks = _numbered(blocks, dict.fromkeys((*layers, *blocks)))
     found = [core for block in blocks.values() for core in block.attention]
     heads = max((core.heads for core in found), default=_number(config, "num_attention_heads"))
     products = [p for block in blocks.values() for p in block.products if p.groups > 1]
@@ -157,7 +159,7 @@ def _shape(done: Run, name: str) -> ModelShape:
         vocab=int(config.vocab_size),
         heads=heads if plan is not None else 1,
         kv_heads=min((core.kv_heads for core in found), default=heads) if plan is not None else 1,
-        layers=tuple(names[index] for index in done.kinds),
+        layers=layers,
         blocks=blocks,
         tied=bool({w.name for w in weights["head"]} & {w.name for w in weights["embedding"]}),
         experts=max((p.groups for p in products), default=0),
@@ -165,6 +167,26 @@ def _shape(done: Run, name: str) -> ModelShape:
         uneven=uneven,
         flexible=flexible(done.model),
     )
+
+
+def _numbered(blocks: dict[str, BlockShape], order: Iterable[str]) -> dict[str, BlockShape]:
+    """The blocks with what they share numbered as layers first use it: a model may make its tables
+    in an order of its own in each process, that of a set."""
+    names: dict[str, str] = {}
+    for row in (row for kind in order for row in blocks[kind].saved if row.view == "shared"):
+        what = row.name.partition(" ")[0]
+        count = sum(name.startswith(f"{what} ") for name in names)
+        names.setdefault(row.name, f"{what} {count}")
+    return {
+        kind: dataclasses.replace(
+            block,
+            saved=tuple(
+                dataclasses.replace(row, name=names[row.name]) if row.view == "shared" else row
+                for row in block.saved
+            ),
+        )
+        for kind, block in blocks.items()
+    }
 
 
 def _number(config: Any, key: str) -> int:
