@@ -11,7 +11,7 @@ import tyro
 
 from hocket.cli.events import print_result, progress_of_phases
 from hocket.cli.flags import LayoutFlags, Model, explicit, flag_values, parse_flags
-from hocket.cli.next import show
+from hocket.cli.next import option_words, show
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import TERMS
 
@@ -135,10 +135,8 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(_report_lines(report)))
         if report.ok:
             words = ["train", flags.model, "--data", "DATA", "--layout", report.layout]
-            for name in ("lora_rank", "lora_alpha", "lora_targets", "quantize_base"):
-                if name in said:
-                    words += [f"--{name.replace('_', '-')}", str(said[name])]
-            show(words)
+            names = ("lora_rank", "lora_alpha", "lora_targets", "quantize_base", "optimizer")
+            show([*words, *option_words({name: said[name] for name in names if name in said})])
     return 0 if report.ok else 1
 
 

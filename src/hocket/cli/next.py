@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from hocket.cli.progress import silent
@@ -23,6 +23,17 @@ def next_lines(*commands: Sequence[str]) -> list[str]:
     """The lines of at most two commands, each given without `hocket`."""
     assert len(commands) <= MOST, commands
     return [f"next: {shlex.join([program(), *words])}" for words in commands]
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options of a command as they are typed; a switch by its name alone."""
+    found: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        found.append(f"--{name.replace('_', '-')}")
+        found += [] if value is True else [str(value)]
+    return found
 
 
 def program() -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hocket.cli.flags import Count, LayoutFlags, Model, Text, explicit, flag_values, parse_flags
-from hocket.cli.next import show
+from hocket.cli.next import option_words, show
 from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -141,8 +141,9 @@ def main(arguments: Sequence[str]) -> int:
     print(found.report.to_json() if flags.json else rehearsal_report(found), flush=True)
     require_fit(found)
     if not flags.json:
-        layout = str(request(given).layout)
-        show(["train", flags.model, "--data", "DATA", "--layout", layout])
+        words = ["train", flags.model, "--data", "DATA", "--layout", str(request(given).layout)]
+        asked = {name: given[name] for name in (*PASSED, "global_batch") if name in written}
+        show([*words, *option_words(asked)])
     return 0
 
 
