@@ -159,7 +159,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-3-8b", "--serve", "--cluster", "H100", "--tpot-ms", "1"], "at least", "--tpot-ms"),
         (["gpt3-175b", "--serve", "--cluster", "4xA100-40"], "there are 4", "--cluster"),
         (["gpt3-175b", "--serve", "--cluster", "L40S", "--tpot-ms", "28"], "at least", "H"),
-        (["llama-3-8b", "--serve", "--cluster", "H100", "--pin", "cp=2"], "unknown axis", "tp"),
+        (["llama-3-8b", "--serve", "--cluster", "H100", "--pin", "sp=2"], "unknown axis", "tp"),
         (["llama-3-8b", "--serve", "--cluster", "H100", "--layout", "tp3"], "not divide", "tp=2"),
         (["llama-3-8b", "--serve", "--cluster", "H100,A100", "--layout", "tp2"], "one kind", "H"),
         (["llama-3-8b", "--serve", "--cluster", "H100", "--emit", "vlm"], "unknown tool", "vllm"),

@@ -175,6 +175,8 @@ def _served_model(plan: ServicePlan, entry: CatalogueModel | None) -> str:
 
 
 def _single(plan: ServicePlan) -> Iterator[str]:
+    from hocket.planning.service.pools import pools_sentence
+
     yield f"{plan.model}, {plan.precision}: {_model(plan)}"
     if plan.claim:
         yield f"Assumed: {plan.claim}."
@@ -188,9 +190,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
             for kind, one in zip(answered, bests, strict=True)
         ]
         yield from _rows(_HEADERS, labels, [_row(one, plan) for one in bests])
-        for kind in plan.kinds:
-            if kind.reason:
-                yield f"{kind.gpu}: {kind.reason}."
+        yield from (f"{kind.gpu}: {kind.reason}." for kind in plan.kinds if kind.reason)
     else:
         (kind,) = plan.kinds
         yield from _memory(kind, plan)
@@ -200,9 +200,10 @@ def _single(plan: ServicePlan) -> Iterator[str]:
             for one in kind.deployments
         ]
         yield from _rows(_HEADERS, labels, [_row(one, plan) for one in kind.deployments])
-        for one in kind.deployments:
-            if one.misses:
-                yield f"! {one.layout}: {', '.join(one.misses)}"
+        missed = [one for one in kind.deployments if one.misses]
+        yield from (f"! {one.layout}: {', '.join(one.misses)}" for one in missed)
+        if kind.pools is not None and kind.best and kind.pools.num_gpus < kind.best.num_gpus:
+            yield from ("", pools_sentence(kind.pools, plan.service.percentile))
     yield ""
     if plan.best is not None and plan.best.ttft is not None:
         yield _percentiles(plan.best)

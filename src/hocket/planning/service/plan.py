@@ -11,6 +11,7 @@ from hocket.planning.layouts import tensor_degrees
 from hocket.planning.service.forecast import ServiceForecast, deployment_forecast, nodes
 from hocket.planning.service.memory import MemoryLevels, MemoryMinimum, held_levels, memory_minimum
 from hocket.planning.service.need import NeedMap
+from hocket.planning.service.pools import SOFTWARE, PooledForecast, pooled
 from hocket.planning.service.problem import LARGEST, ServiceProblem, usual_chunk
 from hocket.planning.service.search import (
     Candidate,
@@ -44,6 +45,7 @@ class KindAnswer:
         memory: fewest GPUs that hold the model and one request. held: those for several at once.
         deployments: those that meet the goals, best first; or the one that was asked for.
         reason: why there are none.
+        pools: prefill and decode on GPUs of their own, where that meets the goals.
         floor_ttft, floor_tpot: seconds of a request alone, each on the layout that is quickest at
             it; None where nothing fits.
     """
@@ -55,6 +57,7 @@ class KindAnswer:
     deployments: tuple[ServiceForecast, ...]
     held: tuple[MemoryLevels, ...] = ()
     reason: str = ""
+    pools: PooledForecast | None = None
     floor_ttft: float | None = None
     floor_tpot: float | None = None
 
@@ -66,6 +69,7 @@ class KindAnswer:
         """As plain JSON values."""
         data = dataclasses.asdict(self)
         data["deployments"] = [one.to_json() for one in self.deployments]
+        data["pools"] = None if self.pools is None else self.pools.to_json()
         return data
 
 
@@ -167,6 +171,7 @@ def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) 
         deployments=tuple(forecast_of(problem, one) for one in found),
         held=held_levels(problem.unbounded()),
         reason=reason,
+        pools=None if pins else pooled(problem),
         floor_ttft=min((one.floor_ttft for one in fitting), default=None),
         floor_tpot=min((one.floor_tpot for one in fitting), default=None),
     )
@@ -363,7 +368,14 @@ def impossible(
         floor = math.ceil(kind.floor_tpot * 1e3)
         if floor > service.tpot_ms:
             hint = f"--tpot-ms {math.ceil(1.2 * floor)}; none of the GPUs compared is faster"
-    return LayoutError(f"{problem.shape.name} on {problem.cluster.name}: {kind.reason}", hint=hint)
+    message = f"{problem.shape.name} on {problem.cluster.name}: {kind.reason}"
+    if kind.pools is not None:
+        message += (
+            f". {' and '.join(SOFTWARE)} meet the goals with prefill and decode in pools of their "
+            f"own: {kind.pools.prefill.layout} and {kind.pools.decode.layout}, "
+            f"{kind.pools.num_gpus} GPUs"
+        )
+    return LayoutError(message, hint=hint)
 
 
 def _split_hint(memory: MemoryMinimum) -> str | None:
