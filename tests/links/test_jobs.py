@@ -157,7 +157,7 @@ def test_the_limit_holds_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyP
         (["--emulate-links", "nvlnk3"], "--emulate-links nvlink3"),
         (["--emulate-links", "pcie4@A100000"], "unknown GPU 'A100000'"),
         (["--emulate-links", "nvlink3x4+net100g"], "do not fill domains of 4"),
-        (["--emulate-links", "pcie4", "--backend", "nccl"], "emulates links between CPU ranks"),
+        (["--emulate-links", "pcie4", "--backend", "nccl"], "nccl connects CUDA devices"),
         (["--emulate-links", "pcie4", "--data-parallel", "threads"], "joins ranks"),
         (["--memory-per-rank", "lots"], "is not a size in bytes"),
         (["--memory-per-rank", "0"], "a rank needs some"),

@@ -26,6 +26,8 @@ MOST = 2
 """Processes at once: each holds about 1 GB."""
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b: ")
 """The line of a traceback that names the exception."""
+LAST_WORDS = 5.0
+"""Seconds to read what a worker wrote before it ended; a process that it started may hold it."""
 COMMAND = (sys.executable, "-m", "hocket.rehearsal.worker")
 
 
@@ -42,6 +44,7 @@ class RehearsalWorkers:
         self._processes: list[subprocess.Popen[str]] = []
         self._events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._stderr: list[deque[str]] = []
+        self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -66,7 +69,9 @@ class RehearsalWorkers:
                 (_listen, (index, process.stdout, self._events)),
                 (lines.extend, (process.stderr,)),
             ):
-                threading.Thread(target=target, args=arguments, daemon=True).start()
+                reader = threading.Thread(target=target, args=arguments, daemon=True)
+                reader.start()
+            self._readers.append(reader)  # of stderr
         return self
 
     def __exit__(
@@ -102,7 +107,9 @@ class RehearsalWorkers:
             index, event = self._events.get()
             process = self._processes[index]
             if event is None:
-                raise worker_ended(process.wait(), "".join(self._stderr[index]))
+                code = process.wait()
+                self._readers[index].join(LAST_WORDS)
+                raise worker_ended(code, "".join(self._stderr[index]))
             if "error" in event:
                 left.clear()
                 failure = failure or _error(event)
