@@ -13,6 +13,7 @@ from hocket.catalogue.hardware import cluster
 from hocket.cli.main import main
 from hocket.cost.measured_memory import gpu_memory_rows
 from hocket.jobs.planner_problem import training_problem
+from hocket.planning.explain import explain_layout
 from hocket.planning.layouts import row
 from hocket.planning.pins import layout_pins
 from hocket.planning.plan import best_layouts, plan_one
@@ -132,6 +133,13 @@ def test_a_part_of_a_node_has_its_part_of_the_host() -> None:
     with pytest.raises(LayoutError) as error:
         best_layouts(problem(on="4xH100"))
     assert "1x8xH100-SXM-80 with the optimizer's state" in (error.value.hint or "")
+
+
+def test_the_explanation_compares_what_offloads_as_well() -> None:
+    asked = problem()
+    said = " ".join(explain_layout(asked, best_layouts(asked, top=1).best))
+    assert "NVLink matters here" in said
+    assert "With twice the memory nothing would fit" not in said
 
 
 def test_other_software_is_planned_as_before() -> None:
