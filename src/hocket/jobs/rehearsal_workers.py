@@ -5,6 +5,7 @@ They are separate processes because the fake CUDA device has to be loaded before
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -84,7 +85,8 @@ class RehearsalWorkers:
             if kind is not None:
                 process.kill()
             elif process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # of one that is gone
+                    process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(10)
