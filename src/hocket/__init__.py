@@ -1,4 +1,8 @@
-"""hocket: plan, train and serve any Hugging Face causal language model across many devices."""
+"""hocket: plan, train and serve Hugging Face causal language models across many devices.
+
+Which model types are trained and served, and in which layouts: docs/reference/families.md and
+docs/reference/served-families.md; `hocket models check MODEL` prints it for one model.
+"""
 
 from __future__ import annotations
 

@@ -112,6 +112,16 @@ def literals(source: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def headings(source: Path) -> Iterator[tuple[int, str]]:
+    """The heads of a table: a sequence of texts one of which has a blank, down to single words."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Tuple | ast.List):
+            texts = [n.value for n in node.elts if isinstance(n, ast.Constant)]
+            words = [text for text in texts if isinstance(text, str)]
+            if len(words) > 1 and any(" " in word for word in words):
+                yield from ((node.lineno, word) for word in words)
+
+
 def allowed(page: Path, text: str) -> bool:
     name = page.relative_to(ROOT).as_posix()
     return any(file == name and part in text for file, part in ALLOWED)
@@ -128,6 +138,20 @@ def complaints(page: Path, lines: Iterator[tuple[int, str]]) -> list[str]:
 
 def test_messages_use_the_terms_of_the_field() -> None:
     assert not [c for source in SOURCES for c in complaints(source, literals(source))]
+
+
+PRINTING = [s for s in SOURCES if {"cli", "jobs", "reporting", "doctor"} & set(s.parts)]
+
+
+def test_heads_of_tables_use_the_terms_of_the_field() -> None:
+    assert not [c for source in PRINTING for c in complaints(source, headings(source))]
+    counted = [
+        f"{source.name}:{line}: {text}: calls, collectives, send/recv"
+        for source in PRINTING
+        for line, text in headings(source)
+        if re.search(r"\bmessages?\b", text)
+    ]
+    assert not counted, "ranks call collectives"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import hocket.launch
 from hocket.cli.main import main
 from hocket.jobs.serving import request as serve_request
+from hocket.jobs.serving.start import require_startable
 from hocket.serving.defaults import SamplingDefaults
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, WeightsError
 from hocket.spec.run import RunSpec
@@ -258,16 +260,34 @@ def test_keys(where: Path, tmp_path: Path) -> None:
     assert "any client" in warning
 
 
-def test_a_port_that_is_taken(
-    where: Path, taken: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["start", "dry-run"])
+def test_an_address_that_cannot_be_opened(
+    dry: list[str], where: Path, taken: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    for flags in (["--port", str(taken)], ["--port", "0", "--metrics-port", str(taken)]):
-        words = ["serve", str(where), "--run", str(run), "--device", "cpu", *flags]
+
+    def rejected(*flags: str) -> str:
+        words = ["serve", str(where), "--run", str(run), "--device", "cpu", *flags, *dry]
         assert main(words) == 2
-        said = capsys.readouterr().err
-        assert f"127.0.0.1:{taken} cannot be opened" in said
+        return capsys.readouterr().err
+
+    for flags in (["--port", str(taken)], ["--port", "0", "--metrics-port", str(taken)]):
+        said = rejected(*flags)
+        assert f"127.0.0.1:{taken} cannot be opened: Address already in use" in said
+        found = re.search(rf"hint: hocket serve .*{flags[-2]} (\d+)", said)
+        assert found is not None, said
+        name = flags[-2].removeprefix("--").replace("-", "_")
+        require_startable(server(where, device="cpu", **{"port": 0, name: int(found[1])}))
+    foreign = rejected("--host", "192.0.2.1", "--insecure", "--port", "0")  # RFC 5737: no host's
+    assert "192.0.2.1:0 cannot be opened: Cannot assign requested address" in foreign
+    assert "--host 127.0.0.1" in foreign
     assert not run.exists()
+
+
+def test_a_dry_run_has_one_layout(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", str(where), "--layout", "auto", "--dry-run", "--port", "0", "--device", "cpu"]
+    assert main(words) == 2
+    assert "auto is chosen by measurement, when the server starts" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_a_run(

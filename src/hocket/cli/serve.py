@@ -47,8 +47,8 @@ class Serve:
             (default: this machine's memory speed).
         timeout: seconds a replica may be silent before it is restarted.
         trust_remote_code: run Python code that the model directory contains.
-        dry_run: check all options and rehearse the steps of one replica on fake H100s; start
-            nothing.
+        dry_run: check all options, that the ports are free and the host is this machine's, and
+            rehearse the steps of one replica on fake H100s; start nothing.
         json: print events as JSON on stdout, one object a line, and nothing else there.
     """
 
@@ -83,8 +83,10 @@ def main(arguments: Sequence[str]) -> int:
         from hocket.cli.rehearse import print_serving
         from hocket.jobs.serving import request
         from hocket.jobs.serving.rehearse import replica_of
+        from hocket.jobs.serving.start import require_startable
 
         server = request.server({"model": flags.model, **said})
+        require_startable(server)
         return print_serving(replica_of(server), gpu="H100", json=flags.json)
     from hocket.jobs.serving.server import serve_model
 

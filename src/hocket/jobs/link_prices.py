@@ -163,7 +163,7 @@ def link_prices_text(found: LinkPrices) -> str:
             )
             for one in found.axes
         ]
-        heads = ("axis", "ranks", "messages", "sent a step", "crosses", "each way", "costs", "step")
+        heads = ("axis", "ranks", "calls", "sent per step", "crosses", "each way", "costs", "step")
         lines += [table_text(heads, rows), ""]
         lines += [
             f"The predicted step takes {format_seconds(found.step_seconds)}; communication costs "

@@ -48,7 +48,7 @@ def _machine(measured: MachineMeasurements) -> str:
 
 
 def _compute(measured: MachineMeasurements) -> str:
-    """The best and the least rate of products, memory by size, overheads."""
+    """The best and the least rate of matmuls, memory by size, overheads."""
     rows: list[tuple[str, str, str]] = []
     for dtype in dict.fromkeys(one.dtype for one in measured.products):
         products = sorted((p for p in measured.products if p.dtype == dtype), key=_rate)
@@ -87,7 +87,7 @@ def _shared(measured: MachineMeasurements) -> str:
         (one.ranks, f"{one.product:.2f}", f"{one.stream:.2f}", f"{one.dispatch:.2f}")
         for one in measured.sharing
     ]
-    head = ("ranks at once, times slower", "products", "memory", "small operations")
+    head = ("ranks at once, times slower", "matmuls", "memory", "small operations")
     return table_text(head, rows)
 
 

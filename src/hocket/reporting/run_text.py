@@ -69,7 +69,7 @@ def report_text(
         blocks.append(
             "\n"
             + table_text(
-                ["axis", "link", "messages", "bytes", "exposed a rank"],
+                ["axis", "link", "calls", "bytes", "exposed per rank"],
                 [
                     [
                         row["axis"],

@@ -206,7 +206,15 @@ def replica_spec(
 
 
 def replica_of(server: PreparedServer) -> RunSpec:
-    """One replica of a server that would be started, as on a GPU."""
+    """One replica of a server that would be started, as on a GPU.
+
+    Raises:
+        OptionError: its layout is only chosen then.
+    """
+    if server.request.auto:
+        raise OptionError(
+            "--layout auto is chosen by measurement, when the server starts", hint="--layout tp2"
+        )
     spec = server.spec(replica=True)
     require_one_context_rank(spec.layout)
     return dataclasses.replace(spec, options=dataclasses.replace(spec.options, device="cuda"))

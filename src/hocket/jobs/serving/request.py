@@ -447,28 +447,3 @@ def is_loopback_host(host: str) -> bool:
             f"host {host!r} is not an address: {error}", hint="--host 127.0.0.1"
         ) from None
     return bool(host) and all(ipaddress.ip_address(a[4][0]).is_loopback for a in found)
-
-
-def listener(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket bound to an address, so that it cannot be taken before the ranks are ready.
-
-    Raises:
-        OptionError: it is taken, or not one of this machine.
-    """
-    (family, _, _, _, address), *_ = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    found = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        # A second server would be let in until the first one listens.
-        found.listen(128)
-    except OSError as error:
-        found.close()
-        raise OptionError(
-            f"{host}:{port} cannot be opened: {error.strerror}",
-            hint=f"{flag} {port + 1}, or {flag} 0 for a free one" if port else "--host 127.0.0.1",
-        ) from None
-    found.setblocking(False)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -11,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket.jobs import lock, prepare
-from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.request import PreparedServer
-from hocket.spec.errors import RunFolderError
+from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder
 
 if TYPE_CHECKING:
@@ -47,17 +47,77 @@ def server_folder(server: PreparedServer) -> RunFolder:
     return folder
 
 
+def require_startable(server: PreparedServer) -> None:
+    """What a start would find out about this host, without one: the run folder, both addresses, the
+    chat template. Nothing is left behind.
+
+    Raises:
+        HocketError: the first that cannot be.
+    """
+    with contextlib.ExitStack() as stack:
+        if server.request.run is not None:  # without a name a start makes a new folder
+            server_folder(server)
+        listeners(server, stack)
+        chat_templates(server, stack)
+
+
 def listeners(
     server: PreparedServer, stack: contextlib.ExitStack
 ) -> tuple[socket.socket, socket.socket]:
-    """The sockets of requests and of metrics. Raises OptionError where one is taken."""
+    """The sockets of requests and of metrics, bound before there are ranks, so that nothing else
+    takes the ports meanwhile; closed with the stack. Raises OptionError where one is taken."""
     options = server.options
     assert options.metrics_port is not None
-    front = serve_request.listener(options.host, options.port)
-    stack.callback(front.close)
-    metrics = serve_request.listener(options.host, options.metrics_port, "--metrics-port")
-    stack.callback(metrics.close)
+    ports = (("--port", options.port), ("--metrics-port", options.metrics_port))
+    front, metrics = (
+        stack.enter_context(_listener(options.host, port, flag)) for flag, port in ports
+    )
     return front, metrics
+
+
+def _listener(host: str, port: int, flag: str) -> socket.socket:
+    """Raises OptionError: the port is taken or not ours to take, or not an address of this host."""
+    try:
+        found = _opened(host, port)
+    except OSError as error:
+        match error.errno:
+            case errno.EADDRINUSE:
+                hint = f"{flag} {_free_port(host, port)}, or {flag} 0 for a free one"
+            case errno.EACCES:
+                hint = f"{flag} {DEFAULT_PORTS[flag]}: ports below 1024 are the administrator's"
+            case _:
+                hint = "--host 127.0.0.1, or --host 0.0.0.0 for every address of this machine"
+        raise OptionError(f"{host}:{port} cannot be opened: {error.strerror}", hint=hint) from None
+    found.setblocking(False)
+    return found
+
+
+DEFAULT_PORTS = {"--port": 8000, "--metrics-port": 8001}
+
+
+def _opened(host: str, port: int) -> socket.socket:
+    (family, _, _, _, address), *_ = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        # A second server would be let in until the first one listens.
+        found.listen(128)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def _free_port(host: str, taken: int) -> int:
+    """The next port that is free together with the one after it, which metrics have unless another
+    is named. 0: there is none."""
+    for port in range(taken + 1, 65535):
+        with contextlib.suppress(OSError), _opened(host, port), _opened(host, port + 1):
+            return port
+    return 0
 
 
 def chat_templates(server: PreparedServer, stack: contextlib.ExitStack) -> Renderer | None:

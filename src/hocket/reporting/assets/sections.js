@@ -143,7 +143,7 @@ function trafficSection() {
     const columns = [{ title: "Axis" }, ...(links ? [{ title: "Link" }] : []), { title: "Messages", number: true }, { title: "Bytes", number: true },
       ...(predicted ? [{ title: "Exposed, predicted", number: true }] : []), { title: predicted ? "Exposed, measured" : "Exposed", number: true }];
     return element("div", {},
-      stackedBars(run.traffic.map((row) => ({ label: row.axis, title: `${whole(row.count)} messages: ${row.names.join(", ")}`, segments: [{ name: row.axis, value: row.bytes, colour: AXIS_COLOURS[row.axis] || "rest" }] })), { most, unit: bytes }),
+      stackedBars(run.traffic.map((row) => ({ label: row.axis, title: `${whole(row.count)} calls: ${row.names.join(", ")}`, segments: [{ name: row.axis, value: row.bytes, colour: AXIS_COLOURS[row.axis] || "rest" }] })), { most, unit: bytes }),
       table(columns, run.traffic.map((row) => [row.what ? `${row.axis}, ${row.what}` : row.axis, ...(links ? [row.link || "unknown"] : []), whole(row.count), sent(row),
         ...(predicted ? [row.predicted === null ? "" : seconds(row.predicted)] : []), row.measured === null ? "" : seconds(row.measured)])));
   }));
