@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 NEEDS = ("torch", "ranks", "gpu")
 
+# Every process that a test starts reads the bytecode of our modules that the first one wrote,
+# also where PYTHONDONTWRITEBYTECODE is set: to compile them takes as long as many a test.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A machine that others use as well is slow now and then: that is no fault of what is tested.
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,12 +9,14 @@
 
 A case is called in each rank as `case(context, **kwargs)`, with the default process group made
 already, and returns plain data (JSON). What it raises, `run` raises: a HocketError as that very
-kind, anything else as RankFailure with the rank's own traceback.
+kind, anything else as RankFailure with the rank's own traceback. The server imports the module of a
+case once, before it forks ranks: importing it must neither compute nor start threads.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ class RankPool:
 
     def __init__(self) -> None:
         self.launcher = Launcher(device="cpu", threads=1, path=[ROOT])
+        self._preloaded: set[str] = set()
+
+    def preload(self, modules: Collection[str]) -> None:
+        """Have the server import modules once: each fork would do it again."""
+        self.launcher.preload([name for name in modules if name not in self._preloaded])
+        self._preloaded.update(modules)
 
     def run(
         self,
@@ -50,6 +58,7 @@ class RankPool:
             if event["event"] == "result":
                 results[event["rank"]] = event["value"]
 
+        self.preload(["tests.ranks", case.partition(":")[0]])
         self.launcher.run(
             "tests.ranks:call",
             world_size,

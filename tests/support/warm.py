@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ class Warm:
 
     pool: RankPool | None = None
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_: object, preload: Collection[str] = (), **__: object) -> None:
         assert self.pool is not None
+        self.pool.preload(preload)
         self.launcher = self.pool.launcher
 
     def __enter__(self) -> hocket.launch.Launcher:
@@ -24,6 +26,10 @@ class Warm:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+    def preload(self, modules: Collection[str]) -> None:
+        assert self.pool is not None
+        self.pool.preload(modules)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.launcher, name)

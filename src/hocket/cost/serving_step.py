@@ -123,7 +123,8 @@ def cached_elements(core: Attention, block: BlockShape) -> tuple[float, bool]:
 def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Bytes of weights on the peak GPU."""
     share = _stage_layers(shape, at) / len(shape.layers)
-    total = sum(_held(shape.blocks[kind], at) for kind in shape.layers) * share
+    of_kind = {kind: _held(shape.blocks[kind], at) for kind in dict.fromkeys(shape.layers)}
+    total = sum(of_kind[kind] for kind in shape.layers) * share
     embedding, head = _held(shape.blocks["embedding"], at), _held(shape.blocks["head"], at)
     both = embedding if shape.tied else embedding + head
     found: Floats = total + np.where(at.pp > 1, np.maximum(embedding, head), both)
@@ -132,13 +133,17 @@ def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
 
 def cache_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Bytes that one token leaves in the cache of the peak GPU, windows not regarded."""
+    of_kind: dict[str, list[Floats]] = {}
+    for kind in dict.fromkeys(shape.layers):
+        of_kind[kind] = []
+        for core in shape.blocks[kind].attention:
+            elements, divided = cached_elements(core, shape.blocks[kind])
+            ranks = np.minimum(at.tp, core.kv_heads) if divided else 1.0
+            of_kind[kind].append(elements * at.cache / ranks)
     total = np.zeros(np.broadcast(at.tp, at.cache).shape)
     for kind in shape.layers:
-        block = shape.blocks[kind]
-        for core in block.attention:
-            elements, divided = cached_elements(core, block)
-            ranks = np.minimum(at.tp, core.kv_heads) if divided else 1.0
-            total = total + elements * at.cache / ranks
+        for cached in of_kind[kind]:
+            total = total + cached
     found: Floats = total * _stage_layers(shape, at) / len(shape.layers) / at.attention_dp / at.cp
     return found
 
@@ -270,6 +275,8 @@ def _attention(core: Attention, block: BlockShape, at: ReplicaColumns, load: Ste
 def _over_context(core: Attention, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
     """Seconds in which context ranks gather queries, keys and values of prompts, and sum what each
     attended to, in fp32."""
+    if np.all(at.cp == 1):
+        return np.zeros_like(load.prefill_tokens + at.cp)
     heads = np.maximum(core.heads / at.tp, 1.0)
     elements, by_heads = cached_elements(core, block)
     ranks = np.minimum(at.tp, core.kv_heads) if by_heads else 1.0

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,6 +28,7 @@ from hocket.spec.errors import RankMemoryError
 from hocket.spec.units import format_bytes
 
 _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
+_DEVICE: Any = torch.ops.prim.device.default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # Most calls of a step on fake tensors: answered before the modes below are asked.
+            return FakeTensor.__torch_dispatch__(func, types, args)
         if getattr(func, "namespace", "") == "c10d" and _waited_for(func, args):
             return _apart(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
