@@ -10,7 +10,8 @@
 A case is called in each rank as `case(context, **kwargs)`, with the default process group made
 already, and returns plain data (JSON). What it raises, `run` raises: a HocketError as that very
 kind, anything else as RankFailure with the rank's own traceback. The server imports the module of a
-case once, before it forks ranks: importing it must neither compute nor start threads.
+case before it forks ranks, and what a case imported later before the next: each fork would do it
+again. So importing a module of ours must neither compute nor start threads.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class RankPool:
     def __init__(self) -> None:
         self.launcher = Launcher(device="cpu", threads=1, path=[ROOT])
         self._preloaded: set[str] = set()
+        self._imported: list[str] = []
 
     def preload(self, modules: Collection[str]) -> None:
-        """Have the server import modules once: each fork would do it again."""
+        """Have the server import modules, once."""
         self.launcher.preload([name for name in modules if name not in self._preloaded])
         self._preloaded.update(modules)
 
@@ -57,8 +59,10 @@ class RankPool:
         def hear(event: dict[str, Any]) -> None:
             if event["event"] == "result":
                 results[event["rank"]] = event["value"]
+                self._imported += event["imported"]
 
-        self.preload(["tests.ranks", case.partition(":")[0]])
+        self.preload(["tests.ranks", case.partition(":")[0], *self._imported])
+        self._imported.clear()
         self.launcher.run(
             "tests.ranks:call",
             world_size,
@@ -75,6 +79,7 @@ class RankPool:
 
 def call(context: RankContext, payload: dict[str, Any]) -> None:
     """The rank's side of `RankPool.run`."""
+    before = set(sys.modules)
     import torch
 
     torch.set_num_threads(1)
@@ -85,4 +90,6 @@ def call(context: RankContext, payload: dict[str, Any]) -> None:
         context.init_process_group(backend, timeout=payload["timeout"])
     value = load_entry(payload["case"])(context, **payload["kwargs"])
     sys.stdout.flush()
-    context.emit({"event": "result", "value": value})
+    new = set(sys.modules) - before if context.rank == 0 else set()
+    imported = [name for name in new if name.startswith(("hocket.", "transformers.models."))]
+    context.emit({"event": "result", "value": value, "imported": sorted(imported)})

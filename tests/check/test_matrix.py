@@ -89,9 +89,6 @@ ALL += [(family, layout) for layout, families in MORE.items() for family in fami
 CASES = [("llama", layout) for layout in EVERY]
 CASES += part([case for case in ALL if case not in CASES], 5)
 
-TYPES = {str(config["model_type"]).removesuffix("_text") for config in FAMILIES.values()}
-MODEL_CODE = [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(TYPES)]
-
 FAULTS = [
     ("input gradient not summed over tp", "llama", "tp2", "gradient"),
     ("shared heads' gradient not summed", "qwen3", "tp2", "q_norm"),
@@ -120,8 +117,6 @@ FAULTS = [
 def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The references of all families."""
     path = tmp_path_factory.mktemp("references")
-    # What every forked rank would otherwise import for itself, the model code above all.
-    ranks.launcher.preload(["hocket.training.check", "hocket.training.build", *MODEL_CODE])
     ranks.run(
         "tests.check.cases:references", 2, backend=None, folder=str(path), families=list(FAMILIES)
     )

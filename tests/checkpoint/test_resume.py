@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hocket.spec.layout import Layout
-from tests.check.test_matrix import MODEL_CODE
 from tests.families import EXPERTS, FAMILIES
 from tests.ranks import RankPool
 from tests.rotation import part
@@ -38,7 +37,6 @@ TRAIN = "tests.checkpoint.cases:train"
     ],
 )
 def test_resuming_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
-    ranks.launcher.preload(["hocket.training.build", "hocket.training.export", *MODEL_CODE])
     size = Layout.parse(layout).world_size
     options = {"family": family, "layout": layout}
     straight = ranks.run(TRAIN, size, first=0, last=6, folder=str(tmp_path / "a"), **options)
@@ -103,7 +101,6 @@ def test_another_layout_goes_on(
     from hocket.runtime.reshard import Resharded
     from hocket.spec import checkpoint as words
 
-    ranks.launcher.preload(["hocket.training.build", "hocket.training.export", *MODEL_CODE])
     folder = tmp_path / "a"
     sizes = [Layout.parse(each).world_size for each in (one, other)]
     options = {"family": family, "folder": str(folder)}

@@ -61,7 +61,9 @@ def test_counts_and_verdict() -> None:
 
 
 def test_the_text_holds_each_line_its_reason_and_its_command() -> None:
-    text = words.card_text(CARD)
+    width = max(len(line.id) for line in CARD.lines)
+    text = "\n".join(part for line in CARD.lines for part in words.line_text(line, width))
+    text += "\n" + words.card_counts(CARD)
     for each in CARD.lines:
         assert f"{each.status:<6}  {each.id}" in text
         assert each.command in text

@@ -50,7 +50,6 @@ def test_answers_equal_plain_transformers(
     ranks: RankPool, tmp_path: Path, config: Any, layout: str, size: check.CheckedSizes
 ) -> None:
     """Grouped heads, tensor ranks, stages, windows and sinks, latent vectors, soft caps."""
-    ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
     file, folder = tmp_path / "model.json", tmp_path / "model"
     proxy = isinstance(config, str)
     file.write_text(json.dumps(sample_config(config) if proxy else config))

@@ -19,7 +19,6 @@ from hocket.jobs.serving.llm import LLM, Completion
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.timeline import Timeline
-from tests.check.test_matrix import MODEL_CODE
 from tests.families import PROMPTS, whole_model
 from tests.ranks import RankPool
 
@@ -55,7 +54,6 @@ def reference() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(ranks: RankPool, reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    ranks.launcher.preload(MODEL_CODE)
     path = tmp_path_factory.mktemp("served") / "llama"
     reference.save_pretrained(path)
     return path

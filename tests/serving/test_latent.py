@@ -185,7 +185,6 @@ def test_a_decode_step_is_captured_and_replayed() -> None:
 def test_heads_divide_over_tensor_ranks_and_latent_vectors_do_not(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
     file, folder = tmp_path / f"{kind}.json", tmp_path / "model"
     file.write_text(json.dumps(sample_config(kind)))
     check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=True, seed=0)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hocket.spec.layout import Layout
-from tests.check.test_matrix import MODEL_CODE
 from tests.families import SERVED, whole_model
 from tests.ranks import RankPool
 
@@ -27,7 +26,6 @@ CASES += [
 
 @pytest.mark.timeout(300)
 def test_split_runners_equal_the_whole_model(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
     for family in PAGED:
         whole_model(family).save_pretrained(tmp_path / family)
     # A world for each mesh: of two meshes in one, the second's groups would meet the first's keys.
@@ -70,7 +68,6 @@ HALF = {
 
 
 def test_weights_in_bfloat16_are_all_that_is_rounded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
     for family in {family for families in HALF.values() for family in families}:
         whole_model(family).save_pretrained(tmp_path / family)
     for layout, families in HALF.items():
@@ -91,7 +88,6 @@ def test_experts_over_ranks_read_nothing_and_answer_as_the_whole_model(
 ) -> None:
     """Data ranks with different numbers of tokens, and idle ones, run collectives of one size, and
     replay one graph."""
-    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
     whole_model("mixtral").save_pretrained(tmp_path)
     found = ranks.run(
         "tests.serving.paged_cases:experts_on_device", 2,

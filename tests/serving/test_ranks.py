@@ -11,7 +11,6 @@ import pytest
 
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
-from tests.check.test_matrix import MODEL_CODE
 from tests.families import PROMPTS, whole_model
 from tests.ranks import RankPool
 
@@ -31,7 +30,6 @@ NEW = 12
 @pytest.fixture(scope="module")
 def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every family's model as transformers saves it, and what transformers generates."""
-    ranks.launcher.preload(["hocket.training.build", "hocket.serving.padded", *MODEL_CODE])
     import torch
 
     path = tmp_path_factory.mktemp("models")

@@ -90,7 +90,6 @@ def test_a_hybrid_answers_as_plain_transformers_over_stages(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
     """The first stage of two may have no attention at all."""
-    ranks.launcher.preload([check.REFERENCE, "hocket.ranks.serving"])
     file, folder = tmp_path / f"{kind}.json", tmp_path / "model"
     file.write_text(json.dumps(sample_config(kind)))
     check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=True, seed=0)

@@ -11,7 +11,6 @@ import pytest
 from hocket.runtime.native.library import library
 from hocket.spec.errors import RankFailure
 from hocket.spec.layout import Layout
-from tests.check.test_matrix import MODEL_CODE
 from tests.families import whole_model
 from tests.ranks import RankPool
 
@@ -75,7 +74,6 @@ def test_what_is_unfinished_elsewhere_goes_on(ranks: RankPool) -> None:
 def test_split_layers_that_sum_by_it_equal_the_whole_model(
     ranks: RankPool, tmp_path: Path, layout: str
 ) -> None:
-    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
     families = ["llama", "llama_tied", "mistral", "gemma3", "qwen3"]
     for family in families:
         whole_model(family).save_pretrained(tmp_path / family)

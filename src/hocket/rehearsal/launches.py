@@ -26,7 +26,6 @@ from hocket.rehearsal.memory import LiveMemory
 from hocket.rehearsal.shape_cache import ShapeCache
 from hocket.runtime.triton.grouped_gemm import torch_has_kernel
 
-_aten: Any = torch.ops.aten
 _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
 _NO_KERNEL = (
     "empty", "new_empty", "detach", "alias", "lift", "_reshape_alias", "resize", "set_",
@@ -37,7 +36,6 @@ _NONZERO = (
     "where", "nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "repeat_interleave", "bincount",
 )  # fmt: skip
-_PACKAGES = ("torch",)
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hocket.spec.doctor import CANNOT, GROUPS, CardLine, ReportCard, Value
+from hocket.spec.doctor import CANNOT, CardLine, ReportCard, Value
 
 _UNITS = (
     ("flops_per_second", 1e12, "TFLOP/s"),
@@ -93,16 +93,3 @@ def card_counts(card: ReportCard) -> str:
         f"{text} ({card.rehearsed} of them rehearsed: ok); {card.seconds:.0f} s\n"
         f"No GPU executed these checks: {waiting} lines wait for one."
     )
-
-
-def card_text(card: ReportCard) -> str:
-    """The whole card."""
-    width = max((len(line.id) for line in card.lines), default=0)
-    found: list[str] = []
-    for group in GROUPS:
-        lines = [line for line in card.lines if line.group == group]
-        if lines:
-            found += ["", group]
-        for line in lines:
-            found += line_text(line, width)
-    return "\n".join([*found, "", card_counts(card)]).lstrip("\n")

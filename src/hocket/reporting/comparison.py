@@ -132,12 +132,6 @@ def _ran(outcomes: Iterable[StrategyResult]) -> Iterable[StrategyResult]:
 
 # --- sweeps ------------------------------------------------------------------------------------
 
-_LABELS = {
-    "microbatches": "microbatches",
-    "layers": "layers",
-    "devices": "devices",
-}
-
 
 def sweep_text(axis: str, points: Sequence[Point], tokens: int, width: int = 100) -> str:
     """A curve for each way: idle share of the pipeline, or tokens/s over devices.

@@ -139,21 +139,6 @@ def model_groups(
     return found
 
 
-def own_groups(axes: Iterable[AxisGroups]) -> list[AxisGroups]:
-    """The axes that need groups of their own, each with those rows that no earlier axis has.
-
-    Where a communicator can be split (NCCL), each is one call of all ranks, however many rows.
-    """
-    known: set[Ranks] = set()
-    found = []
-    for axis in axes:
-        rows = tuple(row for row in axis.rows if row not in known)
-        known.update(rows)
-        if rows:
-            found.append(AxisGroups(axis.name, rows))
-    return found
-
-
 def groups_of_rank(axes: Iterable[AxisGroups], rank: int) -> dict[Ranks, list[str]]:
     """The groups that one rank is in, by their ranks, and the axes that share each."""
     found: dict[Ranks, list[str]] = {}

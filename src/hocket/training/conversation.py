@@ -18,7 +18,6 @@ from typing import Any
 from hocket.spec.errors import DataError, nearest
 
 CHAT, COMPLETION, TEXT = "chat", "completion", "text"
-FORMATS = ("auto", TEXT, CHAT, COMPLETION)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHARED = {

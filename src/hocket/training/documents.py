@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +24,10 @@ from hocket.training.conversation import CHAT, TEXT, Conversation, PromptAnswer
 from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_paths import Source
 from hocket.training.rendering import Spans, render
+from hocket.training.token_files import character_batches
 from hocket.training.tokenizer import Ids, Tokenizer
 
 Learned = npt.NDArray[np.bool_]
-T = TypeVar("T")
 
 BATCH_CHARACTERS = 1_000_000
 """Characters encoded at once: an encoding with its places holds some hundred bytes a token."""
@@ -110,9 +109,8 @@ def split_documents(
     corrupt = corrupt or CorruptRecords()
     for source, kind in zip(sources, held, strict=True):
         if kind == TEXT:
-            for texts in _batches(
-                data_sources.source_documents([source], text_field, corrupt), len
-            ):
+            read = data_sources.source_documents([source], text_field, corrupt)
+            for texts in character_batches(read, len, BATCH_CHARACTERS):
                 for ids in tokenizer.encode_batch(texts):
                     if ids.size:
                         yield Document(np.concatenate([ids, np.array(end, np.uint32)]))
@@ -120,9 +118,8 @@ def split_documents(
             continue
         begin = np.array(tokenizer.begin_ids(), np.uint32)
         stop = np.array(end, np.uint32)
-        for together in _batches(
-            _rendered(source, kind, templates, corrupt), lambda one: len(one[0])
-        ):
+        rendered = _rendered(source, kind, templates, corrupt)
+        for together in character_batches(rendered, lambda one: len(one[0]), BATCH_CHARACTERS):
             for (text, spans, plain), (ids, learned) in zip(
                 together, _encoded(tokenizer, together), strict=True
             ):
@@ -189,17 +186,3 @@ def _learned(places: npt.NDArray[np.int64], spans: Spans) -> Learned:
     starts, stops = np.array(spans, np.int64).T
     span = np.searchsorted(starts, places[:, 0], side="right") - 1
     return (span >= 0) & (places[:, 0] < stops[span])
-
-
-def _batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items in groups of about a million characters, so that encoding fills all cores."""
-    together: list[T] = []
-    size = 0
-    for item in items:
-        together.append(item)
-        size += size_of(item)
-        if size >= BATCH_CHARACTERS:
-            yield together
-            together, size = [], 0
-    if together:
-        yield together

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from hocket.training.tokenizer import Tokenizer
 
 Dtype = np.dtype[Any]
 Ids = npt.NDArray[Any]
+T = TypeVar("T")
 
 BATCH_CHARACTERS = 4_000_000
 
@@ -64,18 +65,20 @@ def write_tokens(
 
 
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
-    for together in _batches(texts):
+    for together in character_batches(texts, len, BATCH_CHARACTERS):
         yield from tokenizer.encode_batch(together)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in groups of some million characters, so that encoding fills all cores."""
-    together: list[str] = []
+def character_batches(
+    items: Iterable[T], size_of: Callable[[T], int], characters: int
+) -> Iterator[list[T]]:
+    """Items in groups of at least so many characters, so that encoding fills all cores."""
+    together: list[T] = []
     size = 0
-    for text in texts:
-        together.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
+    for item in items:
+        together.append(item)
+        size += size_of(item)
+        if size >= characters:
             yield together
             together, size = [], 0
     if together:

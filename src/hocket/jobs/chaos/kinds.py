@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 EVERYWHERE = ("build", "step", "input", "forward", "collective", "save", "evaluate", "export")
-IN_STEP = ("step", "input", "forward", "collective")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -300,11 +300,3 @@ def _vocabulary(model: nn.Module) -> dict[str, Split]:
     if any(id(p) in shared for m in others for p in m.parameters(recurse=False)):
         return {}
     return {} if tied and len(splits) == 1 else splits
-
-
-def unmatched(model: nn.Module, plan: TensorPlan) -> Iterator[str]:
-    """Patterns of a plan that fit no module: a fault of the plan."""
-    names = [name for name, _ in model.named_modules()]
-    for pattern in (*plan.splits, *plan.patches, *plan.inputs):
-        if not any(matches(pattern, name) for name in names):
-            yield pattern

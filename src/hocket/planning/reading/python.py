@@ -36,7 +36,6 @@ def assignments(text: str) -> dict[str, Any]:
     return found
 
 
-_MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory-budget"}
 _SECTIONS = ("parallelism", "training", "activation_checkpoint")
 
 

@@ -14,16 +14,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hocket.runtime.host_group import HostProcessGroup, HostWork
 from hocket.runtime.links.wire import Wire
 from hocket.spec.links import ELEMENT
-
-# torch's own declarations of these two do not fit what it calls on a group written in Python.
-_Work: Any = dist._Work  # type: ignore[attr-defined]
-_ProcessGroup: Any = dist.ProcessGroup
 
 
 def gpu_bytes(tensors: Any) -> int:
@@ -34,7 +29,7 @@ def gpu_bytes(tensors: Any) -> int:
     return sum(gpu_bytes(tensor) for tensor in tensors)
 
 
-class LinkedWork(_Work):
+class LinkedWork(HostWork):
     """Something under way: the wrapped work, and its flow on the links."""
 
     def __init__(self, work: Any, wire: Wire, slot: int, sequence: int) -> None:
@@ -49,19 +44,10 @@ class LinkedWork(_Work):
         self._wire.wait(self._slot, self._sequence)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         if not self._work.is_completed():
             return False
         return self._wire.through(self._slot, self._sequence)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> Any:
         return self._work.result()
@@ -71,7 +57,7 @@ class LinkedWork(_Work):
         return self._work.get_future()
 
 
-class LinkedProcessGroup(_ProcessGroup):
+class LinkedProcessGroup(HostProcessGroup):
     """One rank's end of a group on links.
 
     Args:
@@ -82,6 +68,8 @@ class LinkedProcessGroup(_ProcessGroup):
         active: asked before each operation whether the links are emulated; every rank of the
             group must answer the same.
     """
+
+    backend_name = "links"
 
     def __init__(
         self,
@@ -99,43 +87,6 @@ class LinkedProcessGroup(_ProcessGroup):
         self._sequence = 0
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._name, self._desc = "", ""
-
-    # -- what torch asks of any group
-
-    def getBackendName(self) -> str:
-        return "links"
-
-    def name(self) -> str:
-        return "links"
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    _set_group_name = setGroupName
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
-
-    _set_group_desc = setGroupDesc
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         if hasattr(self._inner, "set_timeout"):

@@ -18,7 +18,6 @@ _WAIT, _WAKE_OP = 0, 5
 _ADD, _EQUAL = 1 << 28, 0 << 24
 _EVERYONE = 0x7FFFFFFF
 _FIELD = 0xFFF  # operand and comparison of FUTEX_WAKE_OP are 12 bits, signed
-MAX_COUNT = 2047
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _syscall: Any = _LIBC.syscall

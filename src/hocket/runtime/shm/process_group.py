@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.runtime.host_group import HostProcessGroup, HostWork
 from hocket.runtime.shm import operations, waiting
 from hocket.runtime.shm.cells import Cells
 from hocket.runtime.shm.channels import Channels, Receive, Send
@@ -31,9 +32,6 @@ _OPS: list[tuple[Any, str]] = [
     (dist.ReduceOp.BOR, "bor"),
     (dist.ReduceOp.BXOR, "bxor"),
 ]
-# torch's own declarations of these two do not fit what it calls on a group written in Python.
-_Work: Any = dist._Work  # type: ignore[attr-defined]
-_ProcessGroup: Any = dist.ProcessGroup
 # Tags of torch are not negative: these belong to the group itself.
 _EXCHANGE_TAG = -2
 
@@ -69,7 +67,7 @@ def _copies(outputs: Sequence[Tensor], flat: Sequence[Tensor]) -> Callable[[], N
     return copy
 
 
-class ShmWork(_Work):
+class ShmWork(HostWork):
     """Something under way: operations of one group, or messages. `wait` completes it."""
 
     def __init__(self, parts: Sequence[tuple[Any, Any]], result: Any = None) -> None:
@@ -83,20 +81,11 @@ class ShmWork(_Work):
             home.complete(part, limit if limit > 0 else None)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         for home, part in self._parts:
             if not part.done:
                 home.go_on()
         return all(part.done for _, part in self._parts)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> Any:
         return self._result
@@ -114,7 +103,7 @@ class ShmWork(_Work):
     source_rank = _source_rank
 
 
-class ShmProcessGroup(_ProcessGroup):
+class ShmProcessGroup(HostProcessGroup):
     """One rank's end of a group.
 
     Args:
@@ -124,12 +113,13 @@ class ShmProcessGroup(_ProcessGroup):
         timeout: seconds that a collective or message may wait.
     """
 
+    backend_name = "shm"
+
     def __init__(
         self, store: Any, rank: int, size: int, ranks: Sequence[int], timeout: float
     ) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._name, self._desc = "", ""
         waiting.expect_ranks(size)
         names = list(ranks) or list(range(size))
         self._segment = ShmSegment(store, rank, size)
@@ -137,44 +127,6 @@ class ShmProcessGroup(_ProcessGroup):
         self._channels = Channels(self._segment, names, timeout)
         self._run(Operation(1, 0)).wait()
         self._segment.everyone_has_it()
-
-    # -- what torch asks of any group
-
-    def getBackendName(self) -> str:
-        return "shm"
-
-    def name(self) -> str:
-        return "shm"
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
 
     @property
     def segment(self) -> ShmSegment:
