@@ -55,7 +55,7 @@ def problem(of: ModelShape) -> Problem:
 
 
 def held(of: ModelShape, layout: str) -> tuple[float, float, float, float]:
-    from hocket.cost.layout_batch import layout_columns
+    from tests.support.columns import layout_columns
 
     asked = problem(of)
     at = layout_columns([Layout.parse(layout)], asked.global_batch)

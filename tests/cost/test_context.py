@@ -10,10 +10,10 @@ from hocket.catalogue.shapes import shape
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform, constants
 from hocket.cost.context import BACKWARD, CONTENTION, STEP_SECONDS, ContextTimes, context_times
-from hocket.cost.layout_batch import layout_columns
 from hocket.cost.machine import machine
 from hocket.cost.terms import terms
 from hocket.spec.layout import Layout
+from tests.support.columns import layout_columns
 
 MODEL = terms(shape("llama-3-8b"))  # 32 heads, 8 of keys and values
 ((_, BLOCK),) = MODEL.kinds

@@ -7,12 +7,12 @@ import random
 from collections.abc import Iterator
 
 from hocket.cost.group_strides import group_size, stride
-from hocket.cost.layout_batch import layout_columns
 from hocket.cost.state import state_groups
 from hocket.planning.links import members
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import Layout
 from hocket.spec.process_groups import named_groups
+from tests.support.columns import layout_columns
 
 AXES = (
     "tp", "cp", "dp", "pp", "embedding", "expert", "expert_data", "data", "shard", "replicas",

@@ -15,7 +15,6 @@ from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, device, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.constants import Constants, constants
-from hocket.cost.layout_batch import layout_columns
 from hocket.cost.machine import machine
 from hocket.cost.memory import peak_memory
 from hocket.cost.state import state_groups
@@ -26,6 +25,7 @@ from hocket.spec.layout import Layout, divisors
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.precision import state_bytes
 from tests.rotation import seed
+from tests.support.columns import layout_columns
 
 MODELS = ("llama-3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "gpt2")
 

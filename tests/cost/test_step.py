@@ -13,7 +13,7 @@ from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, compute
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
 from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, constants_file, stacks
-from hocket.cost.layout_batch import Layouts, layout_columns
+from hocket.cost.layout_batch import Layouts
 from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import peak_memory
 from hocket.cost.state import local_parameters
@@ -21,6 +21,7 @@ from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Terms, stack_terms, terms
 from hocket.planning.decoder import decoder
 from hocket.spec.layout import Layout
+from tests.support.columns import layout_columns
 
 GPT = decoder(layers=96, hidden=12288, heads=96, vocab=51200, name="gpt3")
 

@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hocket.catalogue import models as catalogue  # noqa: E402
-from hocket.cost.layout_batch import layout_columns  # noqa: E402
 from hocket.cost.local import tensor_elements  # noqa: E402
 from hocket.cost.state import local_parameters  # noqa: E402
 from hocket.cost.terms import terms  # noqa: E402
@@ -20,6 +19,7 @@ from hocket.spec.layout import Layout  # noqa: E402
 from hocket.spec.model_shape import SPLITS, VIEWS, ModelShape  # noqa: E402
 from hocket.spec.plan import matches  # noqa: E402
 from tests.families import FAMILIES, LLAMA  # noqa: E402
+from tests.support.columns import layout_columns  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 

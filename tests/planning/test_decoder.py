@@ -13,7 +13,6 @@ from hocket.catalogue import hardware
 from hocket.catalogue.models import config
 from hocket.catalogue.shapes import shape
 from hocket.cost.constants import constants
-from hocket.cost.layout_batch import layout_columns
 from hocket.cost.machine import machine
 from hocket.cost.memory import peak_memory
 from hocket.cost.step import step_times
@@ -21,6 +20,7 @@ from hocket.cost.terms import structure, terms
 from hocket.planning.decoder import decoder
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
+from tests.support.columns import layout_columns
 
 GATED = ("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b", "phi-3-mini", "mistral-7b")
 GPT = ("gpt2", "gpt2-xl", "gpt3-175b")

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hocket.cost.layout_batch import NAMES, SCHEDULES, layout_columns
+from hocket.cost.layout_batch import NAMES, SCHEDULES
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
     Layouts,
@@ -23,6 +23,7 @@ from hocket.schedules.registry import build_schedule
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
+from tests.support.columns import layout_columns
 
 SMALL = decoder(
     layers=6, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="small"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from hocket.cost.terms import Floats, Terms
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.layout import RECOMPUTE, Layout
+from hocket.spec.layout import Layout
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "sequential")
 """Schedules that have a price; the number in a column is the place in this list."""
@@ -87,40 +86,6 @@ def equal_layers(model: Terms, at: Layouts) -> RankLayers:
     most = (model.layers + 2.0 * at.lighter) / at.pp
     ends = most - at.lighter
     return RankLayers(first=ends, last=ends, most=most, early=np.zeros_like(at.pp))
-
-
-def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
-    """Layouts as columns. Microbatches that are left open are one sample each.
-
-    Raises:
-        OptionError: a schedule that has no price, as one in a file.
-    """
-    rows: list[tuple[float, ...]] = []
-    for layout in layouts:
-        count = layout.microbatches or max(1, global_batch // layout.dp)
-        rows.append(
-            (
-                layout.dp,
-                layout.tp,
-                layout.pp,
-                layout.cp,
-                layout.ep,
-                layout.expert_tp,
-                layout.virtual_stages,
-                global_batch / (layout.dp * count),
-                count,
-                layout.zero,
-                layout.shard or layout.dp,
-                RECOMPUTE.index(layout.recompute),
-                layout.sequence_parallel,
-                schedule_number(layout),
-                layout.pipeline_split == "light-ends",
-                offload_number(layout),
-            )
-        )
-    names = [f.name for f in dataclasses.fields(Layouts)]
-    values = np.array(rows, dtype=np.float64).reshape(-1, len(names))
-    return Layouts(**{name: np.ascontiguousarray(values[:, i]) for i, name in enumerate(names)})
 
 
 def offload_number(layout: Layout) -> int:
