@@ -12,13 +12,18 @@ import torch.distributed as dist
 from tests.check.cases import CONFIGS, compose, spec_of
 
 
-def trained(context: Any, folder: str, family: str, layout: str, options: dict[str, Any]) -> Any:
+def trained(
+    context: Any, folder: str, family: str, layout: str, options: dict[str, Any],
+    dtype: str = "fp32",
+) -> Any:  # fmt: skip
     """The report of a layout beside one process, with options of training."""
     from hocket.training.check import compare_layout
     from hocket.training.reference import write_reference
 
     spec = spec_of(family, layout)
-    spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, **options))
+    workload = dataclasses.replace(spec.workload, dtype=dtype)
+    options = dataclasses.replace(spec.options, **options)
+    spec = dataclasses.replace(spec, options=options, workload=workload)
     where = Path(folder)
     if context.rank == 0:
         write_reference(dataclasses.replace(spec, layout=spec_of(family, "dp1").layout), where, 3)

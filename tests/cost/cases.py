@@ -10,9 +10,11 @@ import torch
 from hocket.cost.communication import Step, communication, threads_communication
 from hocket.cost.context_communication import AttentionHeads
 from hocket.cost.stage_communication import StageShare
+from hocket.models.context_scans import splits_state
 from hocket.runtime.mesh import Mesh
 from hocket.schedules import build_schedule
 from hocket.spec.layout import Layout
+from hocket.spec.model_shape import Handed
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.training.build import build_model
 
@@ -46,7 +48,36 @@ MIXTRAL = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+HYBRID = {
+    "vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": S,
+    "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
+MAMBA2 = {  # whose mixer has the name of its attention
+    **HYBRID, "model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"] * 2,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
+    "conv_kernel": 3, "chunk_size": 4,
+}  # fmt: skip
+DELTA = {
+    **HYBRID, "model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+}  # fmt: skip
+CONV = {
+    **HYBRID, "model_type": "lfm2", "conv_L_cache": 3, "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention"] * 2,
+}  # fmt: skip
+HANDED = {
+    "mamba2": Handed(inputs=(64 + 2 * 2 * 16) * 2, state=8 * 8 * 16),
+    "delta": Handed(inputs=(2 * 16 + 48) * 2, state=4 * 8 * 12),
+    "conv": Handed(inputs=32 * 2),
+}
+"""What recurrent layers hand on, by hand: channels of the convolution times one less than its 3
+taps; heads times the sizes of their state."""
 CONFIGS: dict[str, dict[str, Any]] = {
+    "mamba2": MAMBA2,
+    "delta": DELTA,
+    "conv": CONV,
     "llama": LLAMA,
     "gpt2": GPT2,
     "qwen3": QWEN3,
@@ -121,6 +152,11 @@ def recorded_and_expected(
                 num_stages=1 if schedule is None else schedule.num_stages,
                 experts_per_token=config.get("num_experts_per_tok", 0),
                 layout=split,
+                handed={
+                    name: HANDED[model]
+                    for name, module in stage.module.named_modules()
+                    if splits_state(module)
+                },
             )
             for stage in parallel.stages
         ],

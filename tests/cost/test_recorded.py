@@ -109,6 +109,42 @@ def test_sequences_over_ranks(
         assert any(row["axis"] == "cp" for row in pair[1])
 
 
+@pytest.mark.parametrize(
+    ("layout", "model", "world_size"),
+    [
+        ("cp2", "mamba2", 2),
+        ("cp2", "delta", 2),
+        ("cp2", "conv", 2),
+        ("cp4:microbatches=2", "delta", 4),
+        ("cp4:recompute=full,recompute_layers=2", "mamba2", 4),
+        ("cp2:recompute=full", "delta", 2),
+        ("cp2:recompute=selective", "mamba2", 2),
+        ("dp2.cp2:zero=3", "mamba2", 4),
+        ("cp2.pp2:microbatches=2", "conv", 4),
+    ],
+)
+def test_states_over_ranks(ranks: RankPool, layout: str, model: str, world_size: int) -> None:
+    found = ranks.run(
+        "tests.cost.cases:recorded_and_expected",
+        world_size,
+        layout=layout,
+        model=model,
+        context_parallel="ring",
+    )
+    for pair in found:
+        assert differing(pair) == []
+
+
+@pytest.mark.parametrize("model", ["mamba2", "delta", "conv"])
+def test_what_layers_hand_on(model: str) -> None:
+    from hocket.models.context_scans import state_sizes
+    from hocket.models.skeleton import build_skeleton
+    from tests.cost.cases import CONFIGS, HANDED
+
+    found = state_sizes(build_skeleton(CONFIGS[model]), 32)
+    assert list(found.values()) == [HANDED[model]] * 2
+
+
 def test_a_sum_before_dropout_is_repeated(ranks: RankPool) -> None:
     """Four layers of two sums: dropout behind a layer's last product needs that one too."""
     counts = []

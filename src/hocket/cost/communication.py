@@ -34,7 +34,8 @@ send and receive, the output for all-gather).
         expert_data        of the experts what dp and shard have of all else (ep, etp)
         world all-reduce   of the loss; model: of the squared norm (world with ZeRO, ep or etp)
 
-With cp a rank has S / cp tokens of each sequence; `cost.context_communication` has its attention.
+With cp a rank has S / cp tokens of each sequence; `cost.context_communication` has its attention
+and what recurrent layers hand on.
 
 Legend: B rows of a microbatch, S sequence, T = B S tokens, H hidden, V vocabulary, e bytes of an
 element. Axes of one rank do not communicate.
@@ -55,7 +56,7 @@ from hocket.cost.communication_table import (
     block_gathers,
     bucket_bytes,
 )
-from hocket.cost.context_communication import AttentionHeads, add_attention
+from hocket.cost.context_communication import AttentionHeads, add_attention, add_states
 from hocket.cost.expert_communication import add_experts
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
@@ -108,6 +109,7 @@ def communication(  # noqa: PLR0917
             table.add("all-reduce", data, "microbatch", step.num_microbatches, size)
         add_experts(table, layout, step, share, tp_index)
         add_attention(table, layout, step, share, heads)
+        add_states(table, layout, step, share, layout.coordinate(rank)["cp"])
         _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
         if layout.data_degree > 1:
             if layout.zero:

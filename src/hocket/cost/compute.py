@@ -30,7 +30,7 @@ from hocket.cost.collectives import (
     group,
 )
 from hocket.cost.constants import Platform
-from hocket.cost.context import context_times
+from hocket.cost.context import context_times, state_times
 from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, matmul_seconds
 from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
@@ -117,7 +117,7 @@ def block_times(
         forward, inputs = forward + apart, inputs + apart
 
     talk, talk_backward, ulysses = _communication(
-        block, model, at, tokens, platform, core=core_forward
+        block, model, at, tokens, platform, core=core_forward, rows=tokens * at.cp / seq_len
     )
     reductions = float(block.reductions)
     waiting = np.where(at.tp > 1, reductions * constants.skew * (at.tp / 8.0) ** 2, 0.0)
@@ -212,6 +212,7 @@ def _communication(
     platform: Platform,
     *,
     core: Floats,
+    rows: Floats,
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of exposed tensor, context and expert communication, forward and backward; and 1
     where context parallelism is by all-to-alls."""
@@ -238,6 +239,9 @@ def _communication(
         exchange = context_times(block.cores, at, tokens, core, platform)
         forward, backward = forward + exchange.forward, backward + exchange.backward
         ulysses = exchange.ulysses.astype(np.float64)
+    if np.any(at.cp > 1) and np.any(block.handed_inputs > 0):
+        line = state_times(block.handed_inputs, block.handed_state, at, rows, platform)
+        forward, backward = forward + line, backward + line
     placed = block.weights_expert + block.weights_expert_whole > 0
     if np.any(at.ep > 1) and np.any(placed):
         over = expert_tp(at) < at.tp

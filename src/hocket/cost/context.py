@@ -1,4 +1,5 @@
-"""Context: how long the exchange of keys and values takes where a sequence is split over cp ranks.
+"""Context: how long exchanges over cp ranks take where a sequence is split: of keys and values, and
+of the states of recurrent layers.
 
     ring      every rank keeps its queries and hands its keys and values on, c - 1 times, each time
               during the attention to the shard it has (Liu et al. 2023). A causal sequence is dealt
@@ -10,7 +11,10 @@
               needs heads that divide over c x t; where there are fewer key and value heads than
               ranks, each is sent to several
 
-The faster one counts. Legend: c context ranks, t tensor ranks, r rows.
+    states    a state goes along a line of 2c pieces, 2 (c - 1) messages one after the other, and
+              its gradient back; nothing hides them (`runtime.context_parallel.state`)
+
+The faster of ring and Ulysses counts. Legend: c context ranks, t tensor ranks, r rows.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ from hocket.cost.terms import Core, Floats
 
 GRADIENT = 4.0
 """Bytes of the gradient of a key or value while it travels."""
+
+STATE = 4.0
+"""Bytes of an element of a recurrent state."""
 
 MERGE_BYTES = 14.0
 """Moved per element of the output by a further step: its own part read, the sum of the parts so far
@@ -83,15 +90,6 @@ def _ring(
     machine, constants = platform.machine, platform.constants
     ranks = np.maximum(at.cp, 1.0)
     width = core.kv_heads * (core.head_dim + core.value_dim) / np.minimum(at.tp, core.kv_heads)
-    local = np.clip(machine.domain // at.tp, 1, ranks)
-    # A ring leaves each node once; the rings of a node share its network cards.
-    rate = machine.network * np.minimum(local, machine.per_node) / machine.per_node
-    rate = rate * constants.network
-
-    def hop(size: Floats) -> Floats:
-        within = point_to_point(size, np.minimum(at.tp, machine.domain - 1), platform)
-        return np.where(ranks * at.tp > machine.domain, size / rate + 20e-6, within)
-
     output = core.heads * core.value_dim / at.tp
     merge = MERGE_BYTES * tokens * output / (machine.bandwidth * constants.memory_rate)
 
@@ -101,9 +99,36 @@ def _ring(
 
     size = tokens * width
     element = constants.element_bytes
-    forward = steps(hop(element * size), attention / ranks) + (ranks - 1) * merge
-    backward = steps(hop((element + GRADIENT) * size), BACKWARD * attention / ranks)
+    forward = steps(_hop(element * size, at, platform), attention / ranks) + (ranks - 1) * merge
+    back = _hop((element + GRADIENT) * size, at, platform)
+    backward = steps(back, BACKWARD * attention / ranks)
     return forward, backward
+
+
+def _hop(size: Floats, at: Layouts, platform: Platform) -> Floats:
+    """Seconds of one message to the next context rank, while all send."""
+    machine, ranks = platform.machine, np.maximum(at.cp, 1.0)
+    local = np.clip(machine.domain // at.tp, 1, ranks)
+    # A ring leaves each node once; the rings of a node share its network cards.
+    rate = machine.network * np.minimum(local, machine.per_node) / machine.per_node
+    rate = rate * platform.constants.network
+    within = point_to_point(size, np.minimum(at.tp, machine.domain - 1), platform)
+    return np.where(ranks * at.tp > machine.domain, size / rate + 20e-6, within)
+
+
+def state_times(
+    inputs: Floats, state: Floats, at: Layouts, rows: Floats, platform: Platform
+) -> Floats:
+    """Seconds in which recurrent layers of a block hand on what they hand on, forward or backward.
+
+    Args:
+        inputs, state: elements of a row (`spec.model_shape.Handed`).
+        rows: of a microbatch.
+    """
+    ahead = _hop(platform.constants.element_bytes * rows * inputs, at, platform)
+    line = _hop(STATE * rows * state, at, platform) + STEP_SECONDS
+    found = 2 * (ahead + STEP_SECONDS) + np.where(state > 0, 2 * (at.cp - 1) * line, 0.0)
+    return np.where((at.cp > 1) & (inputs > 0), found, 0.0)
 
 
 def _ulysses(core: Core, at: Layouts, tokens: Floats, platform: Platform) -> Floats:

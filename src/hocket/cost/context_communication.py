@@ -1,11 +1,15 @@
-"""Context parallelism: what the attention of a stage communicates over cp.
+"""Context parallelism: what attention and recurrent layers of a stage communicate over cp.
 
     ring      keys and values go to the next rank n - 1 times in forward and n - 1 times in
               backward, and their gradients, in fp32 or wider, n - 1 times  (Liu et al. 2023)
     ulysses   1 all-to-all of queries, keys and values, 1 of the outputs; backward the same
                                                                       (Jacobs et al. 2023)
+    states    a rank sends the state after its front chunk to the next rank, that after its back
+              chunk to the one before, each once in forward and its gradient's way back once in
+              backward; the last inputs of a convolution likewise
+                                                       (`runtime.context_parallel.state`)
 
-Which of the two, the runtime decides by the heads that a rank has; the same rule is here.
+Ring or Ulysses, the runtime decides by the heads that a rank has; the same rule is here.
 
 Legend: n ranks of cp, t tokens of a microbatch on this rank, A query and K key/value heads of a
 tensor rank, D and E sizes of keys and values.
@@ -38,6 +42,19 @@ class AttentionHeads:
     def are_split(self, cp: int) -> bool:
         """Whether heads are split over `cp` ranks (Ulysses)."""
         return self.method != "ring" and self.queries % cp == 0 and self.keys % cp == 0
+
+
+def add_states(table: Table, layout: Layout, step: Step, share: StageShare, index: int) -> None:
+    """Add what the recurrent layers of a stage communicate on the rank of an `index` over cp: one
+    message of each kind to each neighbour on the line, and as many in backward."""
+    neighbours = (index > 0) + (index < layout.cp - 1)
+    rows = step.microbatch_size
+    for handed in (*share.handed, *share.handed, *share.handed_again):
+        count = neighbours * step.num_microbatches
+        for name in ("send", "receive"):
+            table.add(name, "cp", "microbatch", count, rows * handed.inputs * step.element_bytes)
+            if handed.state:
+                table.add(name, "cp", "microbatch", count, rows * handed.state * FLOAT)
 
 
 def add_attention(

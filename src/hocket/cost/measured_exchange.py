@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.cost.communication_table import Table
-from hocket.cost.context_communication import AttentionHeads, add_attention
+from hocket.cost.context_communication import AttentionHeads, add_attention, add_states
 from hocket.cost.expert_communication import add_experts
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.stage_communication import StageShare
@@ -58,6 +58,10 @@ def exchange_share(
         repeated = [kind for kind in again if blocks[kind].attention]
         repeated += job.again(stage, "selective")
         found |= {"attentions": len(cores), "attentions_again": len(repeated)}
+        found |= {
+            "handed": tuple(each for kind in job.blocks(stage) for each in blocks[kind].handed),
+            "handed_again": tuple(each for kind in again for each in blocks[kind].handed),
+        }
     if layout.splits_experts:
 
         def sets(kinds: Sequence[str]) -> tuple[int, ...]:
@@ -82,8 +86,9 @@ def exchanges(
 ) -> tuple[list[Collective], list[Collective], list[Collective]]:
     """What a stage exchanges: of one microbatch forward and backward, and of experts' gradients and
     values once a step."""
-    table, layout, number = Table(), job.layout, job.microbatches
+    table, lines, layout, number = Table(), Table(), job.layout, job.microbatches
     add_attention(table, layout, job.step, share, attention_heads(job))
+    add_states(lines, layout, job.step, share, layout.cp // 2)  # inside the line: it sends most
     add_experts(table, layout, job.step, share, 0)
     ranks = {
         "cp": layout.cp,
@@ -94,7 +99,9 @@ def exchanges(
     forward: list[Collective] = []
     backward: list[Collective] = []
     states: list[Collective] = []
-    for (name, axis, phase), (count, nbytes) in table.rows.items():
+    rows = [(row, FORWARD) for row in table.rows.items()]
+    rows += [(row, dict.fromkeys(FORWARD, 1 / 2)) for row in lines.rows.items()]
+    for ((name, axis, phase), (count, nbytes)), early in rows:
         if name == "receive":  # the other end of a message that is counted
             continue
         each = nbytes // max(count, 1)
@@ -109,7 +116,7 @@ def exchanges(
             states += [one] * count
             continue
         once = count // number
-        there = round(FORWARD[name] * once)
+        there = round(early[name] * once)
         forward += [one] * there
         backward += [one] * (once - there)
     return forward, backward, states

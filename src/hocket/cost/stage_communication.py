@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hocket.spec.layout import Layout
+from hocket.spec.model_shape import Handed
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment, block_of, matches
 from hocket.spec.process_groups import copies_axis
@@ -57,6 +58,8 @@ class StageShare:
             parameters, which the other fields leave out; those that have none, as in `frozen`.
         attentions: layers of the stage that have an attention core; attentions_again: of those, how
             many run theirs again in backward (recompute).
+        handed: what each recurrent layer of the stage hands on over cp; handed_again: of those that
+            are run again in backward.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -87,6 +90,8 @@ class StageShare:
     expert_frozen: tuple[tuple[str, int], ...] = ()
     attentions: int = 0
     attentions_again: int = 0
+    handed: tuple[Handed, ...] = ()
+    handed_again: tuple[Handed, ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
 
@@ -132,6 +137,7 @@ class StageShare:
         constant: Collection[str] = (),
         fp8: Collection[str] = (),
         routing_width: int = 1,
+        handed: Mapping[str, Handed] | None = None,
     ) -> StageShare:
         """Read off a stage's plan and placements (by global parameter name, in module order).
 
@@ -139,6 +145,7 @@ class StageShare:
         the `constant` ones, to which the model itself gives no gradient (biases of a router).
         `fp8`: modules that multiply in fp8, which keep their whole input for backward.
         `routing_width`: bytes of a routing weight over those of an activation.
+        `handed`: modules that hand on a state, and what (`models.context_scans.state_sizes`).
 
         Row products and the embedding are summed forward. Column products that share a parent
         module are fed the same tensor, whose gradient is summed once backward. `element_bytes`
@@ -209,7 +216,7 @@ class StageShare:
             if plan.router is not None and plan.router.of_all_ranks
             else 0,
             **_experts(plan, placements, layout),
-            **_attentions(plan, placements, layout),
+            **_over_context(plan, placements, layout, handed or {}),
             expert_gradients=tuple(
                 (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
                 for p in moved
@@ -246,8 +253,11 @@ def _experts(
     return found
 
 
-def _attentions(
-    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout | None
+def _over_context(
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    layout: Layout | None,
+    handed: Mapping[str, Handed],
 ) -> dict[str, Any]:
     """The fields of a share that come from context parallelism."""
     if layout is None or layout.cp == 1 or plan.stages is None:
@@ -255,15 +265,21 @@ def _attentions(
     prefix = f"{plan.stages.layers}."
     depth = prefix.count(".") + 1
     cores = tuple(f"{core}." for core in plan.stages.cores)
+    others = tuple(f"{name}." for name in handed)  # a recurrent layer may have the core's name
 
-    def count(held: Mapping[str, Placement]) -> int:
-        parts = [name.split(".") for name in held if name.startswith(prefix)]
-        layers = {p[depth - 1] for p in parts if ".".join(p[depth:]).startswith(cores)}
-        return len(layers)
+    def attentions(held: Mapping[str, Placement]) -> int:
+        inside = (name for name in held if name.startswith(prefix))
+        parts = [name.split(".") for name in inside if not name.startswith(others)]
+        return len({p[depth - 1] for p in parts if ".".join(p[depth:]).startswith(cores)})
 
-    found = {"attentions": count(placements)}
+    def states(held: Mapping[str, Placement]) -> tuple[Handed, ...]:
+        return tuple(h for n, h in handed.items() if any(p.startswith(f"{n}.") for p in held))
+
+    found: dict[str, Any] = {"attentions": attentions(placements), "handed": states(placements)}
     if layout.recompute in ("full", "selective"):
-        found["attentions_again"] = count(_recomputed(plan, placements, layout))
+        again = _recomputed(plan, placements, layout)
+        found["attentions_again"] = attentions(again)
+        found["handed_again"] = states(again) if layout.recompute == "full" else ()
     return found
 
 

@@ -69,6 +69,7 @@ class BlockTerms:
 
     Attributes:
         layer: False for the embedding and the head, which are not recomputed.
+        handed_inputs, handed_state: of a row, what recurrent layers hand on along the sequence.
         reductions: partial sums of one forward under tensor parallelism: one for each half-layer.
         reductions_dense: those of them that are not of routed experts alone.
         forward, backward: elements read and written by memory-bound operations.
@@ -97,6 +98,8 @@ class BlockTerms:
     reductions_dense: int
     products: tuple[Matmul, ...]
     cores: tuple[Core, ...]
+    handed_inputs: Floats
+    handed_state: Floats
     forward_inside: Floats
     forward_outside: Floats
     backward_inside: Floats
@@ -405,6 +408,8 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
             )
             for a in block.attention
         ),
+        handed_inputs=_one(sum(each.inputs for each in block.handed)),
+        handed_state=_one(sum(each.state for each in block.handed)),
         forward_inside=elements("forward", False),
         forward_outside=elements("forward", True),
         backward_inside=elements("backward", False),

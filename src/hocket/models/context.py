@@ -24,13 +24,11 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hocket.models.context_scans import ATTRIBUTE, split_states, splits_state
 from hocket.spec.errors import ModelError
 
 CONTEXT = "hocket_context"
 """The attention implementation."""
-
-ATTRIBUTE = "context_parallel"
-"""Of a module: what its attention goes through (`runtime.context_parallel.apply`)."""
 
 _ROTARY = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow the longest position that a rank has."""
@@ -186,7 +184,8 @@ def _install() -> None:
 
 
 def split_sequences(model: nn.Module) -> None:
-    """Let a model's attention go over context ranks: its implementation becomes `hocket_context`.
+    """Let a model's layers go over context ranks: its attention becomes `hocket_context`, and its
+    recurrent layers hand on their states (`models.context_scans`).
 
     Raises:
         ModelError: its rotary embedding, its mask or its layers cannot be split, with the reason.
@@ -196,14 +195,18 @@ def split_sequences(model: nn.Module) -> None:
     why = _why_not_split(model) or _numbers_tokens(model) or _counts_tokens(model)
     if why:
         raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
+    split_states(model)
     model.config._attn_implementation = CONTEXT  # type: ignore[union-attr]
     config._attn_implementation = CONTEXT
 
 
 def own_attention(model: nn.Module) -> str:
     """Why sequences of a model whose layers ask transformers for no attention function cannot be
-    split."""
-    return _why_not_split(model) or (
+    split; empty: they hand on states instead, which can."""
+    found = _why_not_split(model)
+    if not found and any(splits_state(module) for module in model.modules()):
+        return ""
+    return found or (
         "it computes attention in code of its own, which transformers' attention interface does "
         "not reach"
     )
@@ -215,9 +218,13 @@ _STATE = ("mamba", "rwkv", "deltanet", "shortconv", "recurrent", "rglru", "xlstm
 def _why_not_split(model: nn.Module) -> str:
     """Why sequences of a model cannot be split, from what it is made of; empty: nothing is known
     against it."""
+    split = [f"{name}." for name, module in model.named_modules() if splits_state(module)]
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if any(word in kind.lower() for word in _STATE):
+        kind, own = type(module).__name__, f"{name}." if name else ""
+        if any(own.startswith(each) for each in split):
+            continue
+        plain = not any(module.children()) or any(each.startswith(own) for each in split)
+        if any(word in kind.lower() for word in _STATE) and not plain:  # no norm, no container
             return f"{name} ({kind}) hands a state on along the sequence"
         if isinstance(module, nn.Conv1d):
             return f"{name} is a convolution over the sequence"
@@ -232,6 +239,9 @@ def _numbers_tokens(model: nn.Module) -> str:
     calls = (model.forward, getattr(model, "base_model", model).forward)
     if any("position_ids" in inspect.signature(call).parameters for call in calls):
         return ""
+    modules = list(model.modules())
+    if any(map(splits_state, modules)) and not any(hasattr(m, "rope_type") for m in modules):
+        return ""  # the order of its tokens is that of its states
     return "it takes no position_ids, and would number the tokens of each rank from 0"
 
 

@@ -118,6 +118,18 @@ def mixers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _is_mixer(module)}
 
 
+def cache_argument(module: nn.Module) -> str:
+    """The name by which a mixer is handed its cache."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next(name for name in _CACHES if name in parameters)
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a module keeps a recurrent state, and not inputs of a convolution alone."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "update_recurrent_state" in code.co_names
+
+
 def _is_mixer(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
@@ -143,7 +155,7 @@ def interpose(model: nn.Module, runs: Runs) -> list[nn.Module]:
 def _interposed(number: int, module: nn.Module, runs: Runs) -> Callable[..., Tensor]:
     own = module.forward
     signature = inspect.signature(own)
-    name = next(name for name in _CACHES if name in signature.parameters)
+    name = cache_argument(module)
     scans = inspect.unwrap(type(module).forward).__globals__
     if "mamba_selective_scan" in scans:
         scans["mamba_selective_scan"] = _continuing(scans["mamba_selective_scan"])

@@ -67,6 +67,7 @@ def expected_rows(
 
     from hocket.cost.communication import Step, communication
     from hocket.cost.stage_communication import StageShare
+    from hocket.models.context_scans import state_sizes
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build_skeleton
     from hocket.models.source import run_source
@@ -177,8 +178,10 @@ def expected_rows(
             element_bytes=4,  # gradients are kept and summed in fp32, whatever the parameters are
             experts_per_token=choices,
             layout=layout,
+            handed=handed,
         )
 
+    handed = state_sizes(skeleton, source.dimensions.hidden_size) if layout.cp > 1 else {}
     constant = {name for name, p in skeleton.named_parameters() if not p.requires_grad}
     heads = _heads(spec, source)
     shares: dict[tuple[int, int, int], StageShare] = {}

@@ -328,31 +328,41 @@ def irecv(
 
 
 def exchange(
-    sent: Tensor, received: Tensor, axis: Axis, recorder: Recorder, *, target: int, source: int
+    sent: Tensor,
+    received: Tensor,
+    axis: Axis,
+    recorder: Recorder,
+    *,
+    target: int | None,
+    source: int | None,
 ) -> CollectiveWork:
     """Begin to send to index `target` and to receive from index `source`, in one batch.
 
     NCCL runs the two together (`ncclGroupStart`), on the communicator of the whole group, so no
     order of them among ranks can deadlock, and a ring moves in both directions at once. Every rank
-    of the axis takes part. Hold both tensors until `wait` has returned.
+    of the axis takes part; None at the ends of a line, where there is nothing to send to or to
+    receive from. Hold both tensors until `wait` has returned.
     """
-    if not sent.is_cuda:
-        return _Both(isend(sent, axis, target, recorder), irecv(received, axis, source, recorder))
+    works = []
     group: Any = axis.group
-    group._start_coalescing(sent.device)
+    if sent.is_cuda:
+        group._start_coalescing(sent.device)
     try:
-        isend(sent, axis, target, recorder)
-        irecv(received, axis, source, recorder)
+        if target is not None:
+            works.append(isend(sent, axis, target, recorder))
+        if source is not None:
+            works.append(irecv(received, axis, source, recorder))
     finally:
-        work: CollectiveWork = group._end_coalescing(sent.device)
-    return work
+        if sent.is_cuda:
+            works = [group._end_coalescing(sent.device)]
+    return _Together(works)
 
 
-class _Both:
-    """Two works as one."""
+class _Together:
+    """Works as one."""
 
-    def __init__(self, first: CollectiveWork, second: CollectiveWork) -> None:
-        self.works = (first, second)
+    def __init__(self, works: Sequence[CollectiveWork]) -> None:
+        self.works = works
 
     def wait(self) -> bool:
         for work in self.works:

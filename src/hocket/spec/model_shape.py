@@ -90,6 +90,18 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Handed:
+    """What a recurrent layer hands on along the sequence, in elements of one row.
+
+    `inputs`: of its convolution, its channels times one less than its taps. `state`: of its scan,
+    in fp32; 0: it has none.
+    """
+
+    inputs: int
+    state: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBound:
     """An operation limited by memory: elements read and written per token, forward and backward.
 
@@ -172,6 +184,7 @@ class BlockShape:
     kind: str
     products: tuple[MatrixProduct, ...] = ()
     attention: tuple[Attention, ...] = ()
+    handed: tuple[Handed, ...] = ()
     memory_bound: tuple[MemoryBound, ...] = ()
     saved: tuple[Saved, ...] = ()
     weights: tuple[Weight, ...] = ()
@@ -312,7 +325,11 @@ class ModelShape:
             **_said(self),
             "layers": [[kind, len(list(run))] for kind, run in itertools.groupby(self.layers)],
             "blocks": {
-                name: {field: [_said(row) for row in getattr(block, field)] for field in _ROWS}
+                name: {
+                    field: [_said(row) for row in getattr(block, field)]
+                    for field in _ROWS
+                    if field != "handed" or block.handed
+                }
                 for name, block in self.blocks.items()
             },
         }
@@ -323,7 +340,7 @@ class ModelShape:
         blocks = {
             name: BlockShape(
                 kind=name,
-                **{f: tuple(kind(**row) for row in block[f]) for f, kind in _ROWS.items()},
+                **{f: tuple(kind(**row) for row in block.get(f, ())) for f, kind in _ROWS.items()},
             )
             for name, block in data["blocks"].items()
         }
@@ -334,6 +351,7 @@ class ModelShape:
 _ROWS: dict[str, type[Any]] = {
     "products": MatrixProduct,
     "attention": Attention,
+    "handed": Handed,
     "memory_bound": MemoryBound,
     "saved": Saved,
     "weights": Weight,

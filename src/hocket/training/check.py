@@ -41,6 +41,7 @@ from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
+from hocket.training.in_fp64 import stay_in_fp64
 from hocket.training.optimizer import STATE, Optimizer, in_8bit
 from hocket.training.reference import global_batch, num_tokens, rank_microbatches, write_reference
 
@@ -116,6 +117,8 @@ def compare_layout(
     mesh = parallel.mesh
     known = json.loads((folder / "reference.json").read_text())
     rank = _Rank(parallel, optimizer, known["shapes"])
+    for stage in parallel.stages if spec.workload.dtype == "fp64" else ():
+        stay_in_fp64(stage.module)
     before = Reference(folder / "step-0.safetensors")
     parallel.unshard()
     found: dict[str, Any] = {

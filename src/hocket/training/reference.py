@@ -42,6 +42,7 @@ from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text
 from hocket.spec.tensor_file import TensorEntry, write_tensors
 from hocket.training.build import dtype_of
+from hocket.training.in_fp64 import stay_in_fp64
 from hocket.training.optimizer import STATE, decays
 from hocket.training.packing import DOCUMENTS
 
@@ -119,6 +120,8 @@ def write_reference(
     parameters: dict[str, nn.Parameter] = {
         plain_name(n): p for n, p in model.named_parameters() if p.requires_grad
     }
+    if spec.workload.dtype == "fp64":
+        stay_in_fp64(model)
     folder.mkdir(parents=True, exist_ok=True)
     start = {f"start/{n}": p.detach().clone() for n, p in parameters.items()}
     if from_seed or spec.options.lora_rank is not None:

@@ -21,13 +21,14 @@ from torch import nn
 
 from hocket.models import skeleton
 from hocket.models.attention import flexible
+from hocket.models.context_scans import state_sizes
 from hocket.models.plans.tensor import tensor_plan
 from hocket.models.proxy import proxy_of
 from hocket.models.trace.fused import Costs
 from hocket.models.trace.graph import Splits
 from hocket.models.trace.record import TracedSize
 from hocket.models.trace.run import Run, run_trace
-from hocket.spec.model_shape import BlockShape, ModelShape, Weight
+from hocket.spec.model_shape import BlockShape, Handed, ModelShape, Weight
 from hocket.spec.plan import Split, TensorPlan, WeightSegment, matches
 
 _STYLES = {
@@ -143,6 +144,7 @@ def _shape(done: Run, name: str) -> ModelShape:
             kind=kind,
             products=costs.products(),
             attention=costs.attention(),
+            handed=_handed(done, key) if key.isdigit() else (),
             memory_bound=costs.memory_bound(),
             saved=costs.saved(),
             unfused=costs.unfused(),
@@ -167,6 +169,13 @@ def _shape(done: Run, name: str) -> ModelShape:
         uneven=uneven,
         flexible=flexible(done.model),
     )
+
+
+def _handed(done: Run, index: str) -> tuple[Handed, ...]:
+    """What a layer hands on along the sequence, where that is known."""
+    config: Any = done.model.config
+    layer = done.model.get_submodule(f"{done.layers}.{index}")
+    return tuple(state_sizes(layer, int(config.hidden_size)).values())
 
 
 def _numbered(blocks: dict[str, BlockShape], order: Iterable[str]) -> dict[str, BlockShape]:

@@ -73,8 +73,8 @@ def _try(
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
         return f"its tiny proxy model does not run: it fails in {failure_place(error)}"
-    if not seen:
-        return own_attention(model)
+    if not seen and (reason := own_attention(model)):
+        return reason
     # Every rank runs the same code on equal shapes: what a family rejects, all ranks reject.
     try:
         over_context_ranks(local)

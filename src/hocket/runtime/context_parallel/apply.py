@@ -1,4 +1,4 @@
-"""Apply: give the attention modules of a model their way to the other context ranks."""
+"""Apply: give the layers of a model their way to the other context ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 from hocket.runtime.context_parallel.attend import Scores, Visible
 from hocket.runtime.context_parallel.ring import Ring
+from hocket.runtime.context_parallel.state import previous_inputs, previous_states
 from hocket.runtime.context_parallel.ulysses import ulysses
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import ModelError
 
 CONTEXT = "context_parallel"
-"""Attribute of a module: the `ContextParallel` that its attention goes through. Who gives a module
-its attention function (`models.context`) looks for it."""
+"""Attribute of a module: the `ContextParallel` that its attention, its scan and its convolution go
+through. Who gives a module these functions (`models.context`) looks for it."""
 
 
 class ContextParallel:
-    """Attention over the context ranks.
+    """Attention, and state of recurrent layers, over the context ranks.
 
     Args:
         axis: the context ranks.
@@ -83,8 +84,16 @@ class ContextParallel:
         assert isinstance(out, Tensor)
         return out
 
+    def previous_inputs(self, inputs: Tensor, width: int) -> Tensor:
+        """The last inputs before each of this rank's two chunks (`state.previous_inputs`)."""
+        return previous_inputs(inputs, width, self.axis, self.recorder)
+
+    def previous_states(self, ends: Tensor, decay: Tensor, *, matrix: bool = False) -> Tensor:
+        """The state before each of this rank's two chunks (`state.previous_states`)."""
+        return previous_states(ends, decay, self.axis, self.recorder, matrix=matrix)
+
 
 def apply_context_parallel(module: nn.Module, context: ContextParallel) -> None:
-    """Let every attention of a model go over the context ranks."""
+    """Let every attention and recurrence of a model go over the context ranks."""
     for child in module.modules():
         setattr(child, CONTEXT, context)
