@@ -326,3 +326,55 @@ def test_no_failure_of_a_prediction_ends_a_run(
     forecast_policy.before(RunFolder(tmp_path), spec, JobRecorder(None))
     why = json.loads((tmp_path / "forecast.json").read_text())["why"]
     assert why == "the prediction failed: ZeroDivisionError: of an estimate"
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "smaller"),
+    [
+        ("8xH100-SXM", 3, "3xH100-SXM"), ("2x8xH100-SXM", 12, "2x6xH100-SXM"),
+        ("2x8xH100-SXM", 15, "2x7xH100-SXM"), ("2x8xH100-SXM", 16, "2x8xH100-SXM"),
+        ("8xH100-SXM", 16, "8xH100-SXM"), ("4x8xH100-SXM@aws-p5", 4, "1x4xH100-SXM@aws-p5"),
+    ],
+)  # fmt: skip
+def test_a_named_cluster_is_cut_to_the_gpus_that_are_left(
+    tmp_path: Path, name: str, left: int, smaller: str
+) -> None:
+    found = gpu_run.gpu_cluster(name, exactly=left)
+    assert found == catalogue_cluster(smaller)
+    file = tmp_path / "own.toml"
+    machine.save_machine(dataclasses.replace(catalogue_cluster(name), name="own"), file)
+    own = gpu_run.gpu_cluster(str(file), exactly=left)
+    assert own is not None
+    assert (own.num_nodes, own.node.num_gpus, own.node.nics, own.node.network) == (
+        found.num_nodes, found.node.num_gpus, found.node.nics, found.node.network,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 7])
+def test_an_elastic_run_with_a_named_cluster_is_planned_for_what_is_left(left: int) -> None:
+    asked, spec = job(layout="auto", elastic=True, cluster="8xH100-SXM")
+    asked = dataclasses.replace(asked, ranks=left)
+    (found, _), chosen = forecast_policy.auto_layout(
+        prepared(asked), dict(spec.config), JobRecorder(None)
+    )
+    assert found.known
+    assert 1 <= chosen.layout.world_size <= left
+    assert all(Layout.parse(one.layout).world_size <= left for one in found.alternatives)
+
+
+def test_an_elastic_run_continues_on_fewer_gpus_than_its_cluster_was_measured_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = measured_cluster(gpus("NVIDIA A100-SXM4-80GB"))
+    assert probed.measured is not None
+    then = probed.measured.devices
+    machine.save_machine(probed, tmp_path / "probed.toml")
+    there = FoundDevices(then[:-1])
+    shown = dataclasses.replace(machine.present_machine("cpu"), kind="cuda", found=there)
+    monkeypatch.setattr(machine, "present_machine", lambda device: shown)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: len(then) - 1)
+    run = TrainOptions(device="cuda")
+    with pytest.raises(OptionError, match=f"and {len(then)} are needed"):
+        forecast_policy.reject_cluster(str(tmp_path / "probed.toml"), run)
+    elastic = dataclasses.replace(run, elastic=True)
+    forecast_policy.reject_cluster(str(tmp_path / "probed.toml"), elastic)

@@ -46,7 +46,7 @@ def reject_cluster(cluster: str, options: TrainOptions) -> None:
 
     Raises:
         OptionError: no such file or name, nonsense in it, measurements of devices that are not on
-            this machine, or for a run on CPU none at all.
+            this machine (of an elastic run, all of them), or for a run on CPU none at all.
     """
     if cluster in (NONE, AUTO):
         return
@@ -61,7 +61,7 @@ def reject_cluster(cluster: str, options: TrainOptions) -> None:
             "what was measured here",
             hint="--cluster auto, or a file that hocket probe --out FILE wrote",
         )
-    machine.require_here(found)
+    machine.require_here(found, ranks=elastic.visible(options) if options.elastic else None)
 
 
 def auto_layout(

@@ -42,18 +42,23 @@ def gpu_cluster(cluster: str, *, at_least: int = 1, exactly: int | None = None) 
         cluster: `auto`: this host's GPUs as they were probed, else by the catalogue, and as many
             such hosts as the launcher started; or a name or file as `hocket plan --cluster` takes.
         at_least: ranks of the run; a machine of fewer GPUs is taken as one of so many.
-        exactly: GPUs that a layout is chosen for, of those that `auto` finds. None: all.
+        exactly: GPUs that a layout is chosen for, of those of the cluster. None: all.
 
     Raises:
         OptionError: no such cluster.
     """
     from hocket.catalogue.hardware import cluster as named
+    from hocket.catalogue.hardware import is_file
     from hocket.jobs import machine
     from hocket.jobs.rehearsal_fit import gpu_here
     from hocket.probing.devices import visible_gpus
 
     if cluster != machine.AUTO:
-        return machine.named_cluster(cluster)
+        found = machine.named_cluster(cluster)
+        few = found if exactly is None else found.with_gpus(exactly)
+        if few is found or is_file(cluster):
+            return few
+        return named(f"{few.num_nodes}x{few.node.num_gpus}x{few.node.gpu.name}@{few.node.name}")
     hosts, here = _hosts(os.environ), visible_gpus()
     kept = machine.kept("cuda") if hosts == 1 else None
     there = 0 if kept is None or kept.is_cpu else kept.num_gpus

@@ -154,6 +154,26 @@ class Cluster:
         node = dataclasses.replace(node, gpu=gpu, num_gpus=num_ranks, link=link)
         return dataclasses.replace(self, node=node)
 
+    def with_gpus(self, count: int) -> Cluster:
+        """At most `count` of its GPUs, on as few equal nodes as hold them, each with its share of
+        the network cards and of host memory; itself where it has no more. The name stays."""
+        assert count >= 1
+        if count >= self.num_gpus:
+            return self
+        node, now = self.node, self.node.num_gpus
+        num_nodes = -(-count // now)
+        each = count // num_nodes
+        nics = max(1, node.nics * each // now)
+        node = dataclasses.replace(
+            node,
+            num_gpus=each,
+            nics=nics,
+            network=node.network * nics / max(1, node.nics),
+            host_memory=node.host_memory * each // now,
+            host_bandwidth=node.host_bandwidth * each / now,
+        )
+        return dataclasses.replace(self, num_nodes=num_nodes, node=node)
+
     @property
     def domain(self) -> int:
         """GPUs of this cluster that reach each other without the network."""
