@@ -19,7 +19,7 @@ class FaultResult:
         recovered_seconds: from the detection to the next step, or to the end of the job.
         steps_lost: steps that were taken again.
         survived: it was found, and the job continued. remark: why not; of a flipped bit, its place
-            and the rejection.
+            and the rejection; of a rank named wrongly, the message.
     """
 
     kind: str

@@ -308,6 +308,8 @@ class _Watched:
             for number, fault in enumerate(self._of(*ENDING)):
                 named = None if number else _names(fault, event)
                 self.detected(fault, event["time"], named, event["step"])
+                if named is False:
+                    self._found[fault.number]["text"] = event["cause"]
         elif kind == "skipped":
             for fault in self._of("nan"):
                 if fault.step == event["step"] and fault.number not in self._found:
