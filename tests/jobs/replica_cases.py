@@ -42,6 +42,24 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         _drive(context, payload)
 
 
+def held(context: RankContext, payload: dict[str, Any]) -> None:
+    """As `main` with `hold`."""
+    main(context, {**payload, "hold": True})
+
+
+def planned_once(context: RankContext, payload: dict[str, Any]) -> None:
+    """A rank with a model, whose later lives may not look for its plan."""
+    from hocket.ranks import serving
+    from hocket.training import build
+
+    def found_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("a later life looks for the plan of its model")
+
+    if payload["attempt"]:
+        build.plan_for = found_again  # type: ignore[assignment]
+    serving.main(context, payload)
+
+
 def never(context: RankContext, payload: dict[str, Any]) -> None:
     """Never be ready."""
     (_folder(payload) / f"{payload['replica']}-{payload['attempt']}-{context.rank}").touch()
@@ -67,10 +85,13 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
         door.listen()
         door.settimeout(20)
         parent, _ = door.accept()
+    name = f"{payload['replica']}-{payload['attempt']}"
+    (_folder(payload) / f"plan.{name.replace('-', '.')}").write_text(payload.get("plan", "none"))
     token, _ = HELLO.unpack(parent.recv(HELLO.size, socket.MSG_WAITALL))
     assert token == bytes.fromhex(payload["token"])
     context.emit({"event": "begun"})
-    parent.sendall(encode({"event": "ready", "num_blocks": 64, "cache_tokens": 1024}))
+    ready = {"event": "ready", "num_blocks": 64, "cache_tokens": 1024}
+    parent.sendall(encode({**ready, "plan": None if "plan" in payload else f"of {name}"}))
     reader, selector = FrameReader(MAX_COMMAND), selectors.DefaultSelector()
     selector.register(parent, selectors.EVENT_READ)
     running: dict[str, list[int]] = {}

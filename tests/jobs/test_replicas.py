@@ -15,6 +15,7 @@ import pytest
 from hocket.jobs.serving import replicas as module
 from hocket.jobs.serving.measured import Keeper
 from hocket.jobs.serving.replicas import ReplicaOptions, ReplicaSet
+from hocket.jobs.serving.start import sweep_folders
 from hocket.launch import Launcher
 from hocket.serving.front.client import ReplicaClient, ReplicaLost
 from hocket.serving.front.router import NoReplica, Router
@@ -189,6 +190,23 @@ def test_a_killed_rank_ends_its_requests_and_its_replica_comes_back(
     )
 
 
+def test_later_lives_are_given_the_plan_that_an_earlier_one_found(
+    launchers: list[Launcher], tmp_path: Path
+) -> None:
+    async def body(served: Served) -> None:
+        await served.replicas.ready()
+        os.kill(served.pid(1, 0, 0), signal.SIGKILL)
+        await until(lambda: served.replicas.replicas[1].starts == 2)
+        assert served.replicas.missing() == [{"replica": 1, "state": "starting"}]
+        await served.replicas.ready()
+        assert served.replicas.missing() == []
+        assert "plan" not in served.replicas.replicas[1].capacity
+
+    run(launchers, tmp_path, body)
+    assert (tmp_path / "plan.1.0").read_text() == "none"
+    assert (tmp_path / "plan.1.1").read_text() in ("of 0-0", "of 1-0")
+
+
 def test_a_server_whose_fork_server_was_killed_gets_another(
     launchers: list[Launcher], tmp_path: Path
 ) -> None:
@@ -294,5 +312,5 @@ def test_folders_of_killed_servers_are_swept_and_no_others(tmp_path: Path) -> No
              "hocket-driver-x-c": True, "other": True}  # fmt: skip
     for name in names:
         (tmp_path / name).mkdir()
-    module.sweep_folders(tmp_path)
+    sweep_folders(tmp_path)
     assert {name: (tmp_path / name).exists() for name in names} == names

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hocket.jobs.serving.start import FOLDERS, sweep_folders
 from hocket.spec.errors import HocketError, RankFailure
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ STOPPED = 5.0
 
 LAST_WORDS = 10.0
 """Seconds that ranks have to say why their driver hung up."""
-
-FOLDERS = "hocket-driver-"
-"""Folders of sockets begin so, and go on with the parent's number."""
 
 POLL = 0.02
 """Seconds between looks whether a driver's socket is there."""
@@ -118,6 +116,11 @@ class ReplicaProcess:
     reload: asyncio.Future[None] | None = None
     draining: bool = False
 
+    @property
+    def reloads(self) -> bool:
+        """Whether it is on its way to other weights."""
+        return self.reload is not None and not self.reload.done()
+
 
 class ReplicaSet:
     """Starts, watches, restarts and ends the replicas of one server.
@@ -184,6 +187,14 @@ class ReplicaSet:
         """Done, with the error, once no replica lives or will live again."""
         assert self._fatal is not None, "not started"
         return self._fatal
+
+    def missing(self) -> list[dict[str, Any]]:
+        """The replicas that answer nothing at the moment, by number, and why."""
+        return [
+            {"replica": one.number, "state": "reloading" if one.reloads else one.state}
+            for one in self.replicas
+            if one.draining or one.state != "ready"
+        ]
 
     def room(self) -> int | None:
         """Tokens that the cache of a replica holds; None before the first is ready."""
@@ -267,7 +278,7 @@ class ReplicaSet:
 
     def _reloads(self, one: ReplicaProcess, error: HocketError) -> bool:
         """Whether a life that ended is followed by the next of a reload, at once."""
-        if one.reload is None or one.reload.done():
+        if one.reload is None or not one.reloads:
             return False
         if one.draining:
             one.draining = False
@@ -372,11 +383,15 @@ class ReplicaSet:
                 await asyncio.sleep(POLL)
         shutil.rmtree(socket.parent, ignore_errors=True)
         one.client, one.capacity = client, capacity
+        if plan := capacity.pop("plan", None):  # found once, and handed to all later lives
+            self.world = dataclasses.replace(
+                self.world, payload={**self.world.payload, "plan": plan}
+            )
         if self.ending:
             await client.stop()
             return
         one.state, one.since = "ready", time.monotonic()
-        if one.reload is not None and not one.reload.done() and not one.draining:
+        if one.reload is not None and one.reloads and not one.draining:
             one.reload.set_result(None)
         self.router.add(one.number, client, int(capacity.get("num_blocks", 0)))
         self._notify()
@@ -441,18 +456,6 @@ class ReplicaSet:
     def _changed(self) -> Coroutine[Any, Any, Any]:
         # Bound to the event of this moment: what happens before it is awaited is not missed.
         return self._wake.wait()
-
-
-def sweep_folders(where: Path) -> None:
-    """Remove the folders of servers of this user that were killed while their ranks started."""
-    for folder in where.glob(f"{FOLDERS}*"):
-        number = folder.name.removeprefix(FOLDERS).partition("-")[0]
-        with contextlib.suppress(OSError):
-            mine = folder.is_dir() and not folder.is_symlink()
-            if not mine or folder.stat().st_uid != os.getuid() or not number.isdigit():
-                continue
-            if not Path(f"/proc/{number}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _as_error(error: BaseException) -> HocketError:

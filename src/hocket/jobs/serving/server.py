@@ -452,5 +452,6 @@ async def _open(
             max_answers=min(HttpSettings.max_answers, server.layout.dp * places),
         ),
         room=replicas.room,
+        missing=replicas.missing,
     )
     return await Front.open(service, *doors)

@@ -1,4 +1,5 @@
-"""What a server has before there are ranks: run folder, sockets, chat templates, launchers."""
+"""What a server has before there are ranks: run folder, sockets, chat templates, launchers, folders
+of the drivers' sockets."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,10 @@ from hocket.spec.run import RunFolder
 if TYPE_CHECKING:
     from hocket.launch import Launcher
     from hocket.serving.front.renderer import Renderer
+
+
+FOLDERS = "hocket-driver-"
+"""Folders of sockets begin so, and go on with the parent's number."""
 
 
 def server_folder(server: PreparedServer) -> RunFolder:
@@ -189,3 +195,15 @@ def kernels_remark(server: PreparedServer) -> str | None:
     from hocket.runtime.native.library import library_remark
 
     return library_remark() if server.device == "cpu" else None
+
+
+def sweep_folders(where: Path) -> None:
+    """Remove the folders of servers of this user that were killed while their ranks started."""
+    for folder in where.glob(f"{FOLDERS}*"):
+        number = folder.name.removeprefix(FOLDERS).partition("-")[0]
+        with contextlib.suppress(OSError):
+            mine = folder.is_dir() and not folder.is_symlink()
+            if not mine or folder.stat().st_uid != os.getuid() or not number.isdigit():
+                continue
+            if not Path(f"/proc/{number}").exists():
+                shutil.rmtree(folder, ignore_errors=True)

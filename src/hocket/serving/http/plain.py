@@ -74,12 +74,14 @@ class Plain:
         return Response(self.docs, headers=self.docs_headers, media_type="text/html; charset=utf-8")
 
     async def ready(self, request: Request) -> Response:
-        """Whether a request would be answered."""
+        """Whether a request would be answered, and the replicas that answer none."""
         if self.service.closing or bool(getattr(self.service.replicas, "closed", None)):
             return json_response({"status": "ending"}, 503)
+        missing = self.service.missing()
+        found = {"missing": missing} if missing else {}
         if not self.service.replicas.ready:
-            return json_response({"status": "starting"}, 503)
-        return json_response({"status": "ready"})
+            return json_response({"status": "starting", **found}, 503)
+        return json_response({"status": "ready", **found})
 
     async def chat_page(self, request: Request) -> Response:
         """The chat page; to somebody without a key, as an error that asks for one."""

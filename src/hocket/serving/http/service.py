@@ -68,6 +68,7 @@ class HttpService:
         replicas: who answers.
         words: its tokenizer. templates: its chat templates; None: it has none.
         room: tells the tokens that the cache of one replica holds; None while unknown.
+        missing: names the replicas that answer nothing at the moment.
         check_structure: raises OptionError for a structure that cannot be. None: the engine's.
     """
 
@@ -80,6 +81,7 @@ class HttpService:
         settings: HttpSettings | None = None,
         *,
         room: Callable[[], int | None] = lambda: None,
+        missing: Callable[[], list[dict[str, Any]]] = list,
         check_structure: Callable[[str], object] | None = None,
     ) -> None:
         self.replicas = replicas
@@ -87,7 +89,7 @@ class HttpService:
         self.model = model
         self.templates = templates
         self.settings = settings or HttpSettings()
-        self.room = room
+        self.room, self.missing = room, missing
         self.check_structure = check_structure or _engines_check()
         self.completer = Completer(replicas, words.decode, words.decode_all)
         self.workers = WorkerThreads(self.settings.workers, self.settings.max_jobs)
