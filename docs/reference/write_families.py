@@ -8,9 +8,9 @@ writes families.md, of training, and
     .venv/bin/python -m hocket check --serve --matrix --json > rows.jsonl
     .venv/bin/python docs/reference/write_families.py --serve rows.jsonl [MORE ...]
 
-served-families.md. Rows of several files are put together: a later cell takes an earlier one's
-place. The rows themselves are kept next to each page, as .jsonl; a test compares the pages with
-what this would write.
+served-families.md. These rows are put together with those of the run before, which are kept next to
+each page as .jsonl (`packed`): a later cell takes an earlier one's place. A test compares the pages
+with what this would write.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ import dataclasses
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS, SWITCHED, Matrix, TypeRow, merged_rows
+from hocket.spec.matrix import (
+    LAYOUTS,
+    SERVED_LAYOUTS,
+    SWITCHED,
+    Cell,
+    Matrix,
+    TypeRow,
+    merged_rows,
+)
 
 PAGE = Path(__file__).with_name("families.md")
 ROWS = PAGE.with_suffix(".jsonl")
@@ -30,7 +39,7 @@ SERVED_PAGE = Path(__file__).with_name("served-families.md")
 SERVED_ROWS = SERVED_PAGE.with_suffix(".jsonl")
 SUMMARY = PAGE.parents[2] / "src/hocket/catalogue/data/families.json"
 """Of both, for `hocket models`."""
-SERVED_RUN = "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; 57 at `cp2`: 11-26)"
+SERVED_RUN = "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; `cp2` and `cp2.tp2`: 11-26)"
 """Days of the runs whose rows are kept."""
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
 
@@ -217,15 +226,63 @@ def _column(index: int) -> str:
     return "abcdefghijklmnopqrstuvwxyz"[index]
 
 
-def read(files: list[Path]) -> tuple[TypeRow, ...]:
-    """The rows of files, put together, without how long each took here."""
+def packed(rows: tuple[TypeRow, ...]) -> str:
+    """Rows as they are kept, without how long each cell took: a line of the layouts and the
+    reasons, then a line a type. Its cells are [mark, number of the reason, columns, ratios] for
+    each outcome and reason, without ratios where nothing was compared; of what a row leaves at its
+    default there is nothing."""
+    used = {cell.layout for row in rows for cell in row.cells}
+    order = next(order for order in (LAYOUTS, SERVED_LAYOUTS) if used <= set(order))
+    layouts = [layout for layout in order if layout in used]
+    reasons: dict[str, int] = {}
+    lines = []
+    for row in rows:
+        groups: dict[tuple[str, int], list[tuple[str, float | None]]] = defaultdict(list)
+        for index, layout in enumerate(layouts):
+            if (cell := row.cell(layout)) is not None:
+                reason = reasons.setdefault(cell.reason, len(reasons))
+                ratio = None if cell.ratio is None else float(f"{cell.ratio:.6g}")
+                groups[MARKS[cell.outcome], reason].append((_column(index), ratio))
+        cells = []
+        for (mark, reason), found in groups.items():
+            columns, ratios = zip(*found, strict=True)
+            compared = [ratios] if any(ratio is not None for ratio in ratios) else []
+            cells.append([mark, reason, "".join(columns), *compared])
+        values = {
+            field.name: getattr(row, field.name)
+            for field in dataclasses.fields(row)
+            if field.name != "cells" and getattr(row, field.name) != field.default
+        }
+        lines.append({**values, "cells": cells})
+    head = {"layouts": layouts, "reasons": list(reasons)}
+    return "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in (head, *lines))
+
+
+def unpacked(text: str) -> tuple[TypeRow, ...]:
+    """The inverse of `packed`, but for the seventh digit of a ratio."""
+    head, *lines = (json.loads(line) for line in text.splitlines())
+    layouts, outcomes = head["layouts"], {mark: outcome for outcome, mark in MARKS.items()}
+    rows = []
+    for line in lines:
+        cells = [
+            Cell(
+                layout=layouts[ord(column) - ord("a")],
+                outcome=outcomes[mark],
+                reason=head["reasons"][reason],
+                ratio=ratios[0][index] if ratios else None,
+            )
+            for mark, reason, columns, *ratios in line["cells"]
+            for index, column in enumerate(columns)
+        ]
+        cells.sort(key=lambda cell: layouts.index(cell.layout))
+        rows.append(TypeRow(**{**line, "cells": tuple(cells)}))
+    return tuple(rows)
+
+
+def read(kept: Path, files: Sequence[Path] = ()) -> tuple[TypeRow, ...]:
+    """The kept rows, put together with those of files."""
     rows = [TypeRow.from_json(line) for file in files for line in file.read_text().splitlines()]
-    return tuple(
-        dataclasses.replace(
-            row, cells=tuple(dataclasses.replace(cell, seconds=0.0) for cell in row.cells)
-        )
-        for row in merged_rows(rows)
-    )
+    return unpacked(packed(merged_rows([*unpacked(kept.read_text()), *rows])))
 
 
 def summary(trained: tuple[TypeRow, ...], served: tuple[TypeRow, ...]) -> str:
@@ -270,8 +327,8 @@ if __name__ == "__main__":
     served = "--serve" in sys.argv[1:]
     target, kept = (SERVED_PAGE, SERVED_ROWS) if served else (PAGE, ROWS)
     files = [Path(name) for name in sys.argv[1:] if name != "--serve"]
-    found = read(files or [kept])
-    kept.write_text("".join(f"{row.to_json()}\n" for row in found), encoding="utf-8")
+    found = read(kept, files)
+    kept.write_text(packed(found), encoding="utf-8")
     target.write_text((served_page if served else page)(found), encoding="utf-8")
-    SUMMARY.write_text(summary(read([ROWS]), read([SERVED_ROWS])), encoding="utf-8")
+    SUMMARY.write_text(summary(read(ROWS), read(SERVED_ROWS)), encoding="utf-8")
     print(f"wrote {target}, {kept} and {SUMMARY}")

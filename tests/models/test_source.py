@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from hocket.models import registry
 from hocket.models.source import resolve_model, run_source
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
@@ -116,13 +117,29 @@ def test_run_spec_gives_the_source_back(tmp_path):
     assert (source.config, source.weights, source.directory) == (LLAMA, folder, folder)
 
 
+@pytest.mark.torch
+def test_types_that_transformers_renames_are_known_by_the_name_it_gives_them(tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    for kind in registry.causal_classes():
+        theirs = CONFIG_MAPPING[kind].model_type
+        assert registry.renamed_types().get(kind, theirs) == theirs, kind
+        assert kind in {*registry.config_classes(), *registry.renamed_types()}, kind
+    source = resolve_model(write(tmp_path / "m", model_type="gpt-sw3"))
+    assert source.config["model_type"] == "gpt2"
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"model_type": "llamma"}, "unknown model type 'llamma'"),
         ({}, "has no model_type"),
         ({"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
-        ({"model_type": "gemma3"}, "not a text-only causal language model"),
+        ({"model_type": "gemma3"}, "its text_config, which describes .* is missing"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "vit"}},
+            "has none of the language",
+        ),
         ({"model_type": "vit"}, "not a text-only causal language model"),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "was saved as"),
         ({**LLAMA, "quantization_config": {"quant_method": "aqlm"}}, "quantized .aqlm."),

@@ -47,6 +47,9 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
         ("llama4_text", "tp2", 64),  # stacked experts as [experts, in, out]
         ("doge", "dp2", 64),  # positions are selected in sequences that are longer than this one
         ("inkling_text", "dp2", 64),  # the widest tensor is an inner one of attention
+        ("doge", "tp2", 64),  # the head's norm is written out: its backward is the peak
+        ("hy_v4", "tp2", 64),  # that norm is as wide as four streams
+        ("kimi_linear", "tp2", 64),  # a recurrence adds to gradients of whole sequences
     ],
 )
 def test_predicted_memory_is_within_5_percent(

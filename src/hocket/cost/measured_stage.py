@@ -282,7 +282,7 @@ def saved_rows(
     """What a block holds of one microbatch from forward to backward: tensors' names and bytes."""
     block = shape.blocks[kind]
     found = [
-        (row.name, round(_bytes(row, microbatch)))
+        (row.name, round(row_bytes(row, microbatch)))
         for row in block.saved
         if row.view in KEPT and not (kind == "head" and row.split == "vocab")
     ]
@@ -296,7 +296,7 @@ def saved_rows(
 def table_bytes(shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch) -> int:
     """What all blocks of a stage save together of one microbatch: cosines and sines."""
     rows = {row.name: row for kind in blocks for row in shape.blocks[kind].saved}
-    return round(sum(_bytes(row, microbatch) for row in rows.values() if row.view == SHARED))
+    return round(sum(row_bytes(row, microbatch) for row in rows.values() if row.view == SHARED))
 
 
 def behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
@@ -330,7 +330,8 @@ def weight_prefix(block: BlockShape, product: MatrixProduct) -> str:
     return prefix
 
 
-def _bytes(row: Saved, microbatch: Microbatch) -> float:
+def row_bytes(row: Saved, microbatch: Microbatch) -> float:
+    """Bytes on one rank of what a block saves of one microbatch."""
     split = microbatch.ranks(row.split)
     square = microbatch.sequence if row.square else 1
     return row.bytes * microbatch.tokens * square / split

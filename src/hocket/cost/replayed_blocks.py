@@ -17,6 +17,7 @@ from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     behind_first_adapter,
     narrowing,
+    row_bytes,
     saved_rows,
     trained_weights,
     weight_prefix,
@@ -81,7 +82,8 @@ class BlockBytes:
         kept: from its forward to its backward. again: made again when its backward begins.
         moved: to the host's memory between them.
         deferred: matmuls in the order of W. What they need is kept from I to W.
-        working: inner gradients at their widest. narrowed: input of the matmul that takes the
+        working: inner gradients at their widest; of the head in the backward of its norm, with
+            what else it saved. narrowed: input of the matmul that takes the
             widest tensor: freed before those are there, unless it is kept for W.
         phases: of I, after these.
         first: indices of the gradients that come while these live; then: of the others.
@@ -160,7 +162,9 @@ def blocks_of(
                 deferred=tuple(deferred.values()),
                 narrowed=deferred[narrow].input if layer and narrow in deferred else 0,
                 phases=_phases(job, block, rows, named),
-                working=_widest(job, block, rows)
+                working=_head_norm(job, block, rows)
+                if kind == "head"
+                else _widest(job, block, rows)
                 + (job.hidden_bytes - job.stream_bytes)
                 + _fp8_bytes(job, block),
                 first=first,
@@ -255,6 +259,16 @@ def norm_bytes(job: StepProblem, block: BlockShape) -> int:
     return 5 * 4 * elements
 
 
+def _head_norm(job: StepProblem, block: BlockShape, rows: dict[str, int]) -> int:
+    """What is there in the backward of a head's norm that is written out, as wide as what it
+    normalizes (several streams: hyper-connections), while all layers have their saved tensors: the
+    logits alone are freed. 0 where norms are one kernel."""
+    modules = tuple(f"{name[: -len('rsqrt')]}" for name in rows if name.endswith(":rsqrt"))
+    wide = max((n for name, n in rows.items() if name.startswith(modules)), default=0)
+    working = max(norm_bytes(job, block), 5 * wide) if modules else 0
+    return working and working + sum(rows.values()) - rows["logits"]
+
+
 def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
     """Of the gradient of a matmul's output."""
     tp, outside = job.layout.tp, job.microbatch.ranks("outside")
@@ -265,7 +279,8 @@ def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
 def _widest(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:
     """Gradients of the widest inner tensors at once: of two (gate and up), or of what an operation
     gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
-    their gradient in the dtype of the products. `saved`: what the block saves, in bytes."""
+    their gradient in the dtype of the products. Of a recurrence what was traced. `saved`: what the
+    block saves, in bytes."""
     rows = [p for p in block.products if p.split in ("row", "outside")]
     if not rows or block.kind in ENDS:
         return 0
@@ -279,7 +294,9 @@ def _widest(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:
         for name, nbytes in saved.items()
         if not name.startswith(("input", *last)) and not _is_index(name)
     ]
-    return max(round(max(widest, *weighted, 0) * job.microbatch.tokens), 2 * max(inner, default=0))
+    traced = [row_bytes(row, job.microbatch) for row in block.saved if row.view == "backward"]
+    by_token = max(widest, *weighted, 0) * job.microbatch.tokens
+    return round(max(by_token, 2 * max(inner, default=0), sum(traced)))
 
 
 def _is_index(name: str) -> bool:

@@ -267,6 +267,7 @@ class _Replay:
                 live.touch(tied and stage.tied_made + tied)
                 live.take(tied)
                 stage.come(block.first + block.then, halved)
+                live.touch(block.working)
                 continue
             if not block.layer:
                 own = (block.first + block.then)[::-1]

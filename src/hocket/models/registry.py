@@ -58,6 +58,16 @@ def config_classes() -> dict[str, str]:
 
 
 @functools.cache
+def renamed_types() -> dict[str, str]:
+    """Model types that transformers reads as another one, whose configuration class they share:
+    `gpt-sw3` is `gpt2`."""
+    text = (package() / "models" / "auto" / "configuration_auto.py").read_text()
+    found = re.findall(r'"([^"]+)": "(\w+)"[^=]*\*\*CONFIG_MAPPING_NAMES', text)
+    types = {name: kind for kind, name in reversed(config_classes().items())}
+    return {old: types[name] for old, name in found if name in types}
+
+
+@functools.cache
 def defaults(model_type: str) -> ModelDefaults:
     """The class defaults of a model type's configuration; empty where they cannot be found."""
     name = config_classes().get(model_type)

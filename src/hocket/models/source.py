@@ -385,6 +385,8 @@ def _check(
         if not trust_remote_code:
             raise _untrusted(name)
         return _without_foreign(config)
+    if same := registry.renamed_types().get(model_type):
+        model_type, config = same, {**config, "model_type": same}
     if model_type not in registry.config_classes():
         message, hint = unknown("model type", model_type, registry.causal_classes())
         raise ModelError(f"{name}: {message.split(';')[0]} (transformers knows others)", hint=hint)
@@ -396,9 +398,12 @@ def _check(
         if inside is not None:
             return _check(name, inside, trust_remote_code)
     if not alone:
+        why = "transformers has none of the language model inside"
+        if "text_config" in registry.defaults(model_type).values and "text_config" not in config:
+            why = "its text_config, which describes the language model inside, is missing"
         raise ModelError(
             f"{name} is of type {model_type!r}, which is not a text-only causal language model, "
-            "and transformers has none of the language model inside",
+            f"and {why}",
             hint="a text-only model of the family",
         )
     architectures = config.get("architectures") or []

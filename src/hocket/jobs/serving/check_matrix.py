@@ -126,7 +126,7 @@ class _Row:
         except HocketError as error:
             outcome = CRASHED if isinstance(error, RankFailure) else REFUSED
             for text in self.layouts:
-                self.cells.setdefault(text, _cell(text, outcome, check.reason_of(error)))
+                self.cells.setdefault(text, _cell(text, outcome, self._reason(error)))
         return TypeRow(
             kind=self.name,
             architecture=registry.causal_classes()[self.kind],
@@ -184,7 +184,7 @@ class _Row:
         from hocket.jobs.proxy.check import require_equal
         from hocket.models.source import resolve_model
 
-        reason = check.reason_of(error)
+        reason = self._reason(error)
         launcher, source = self.warm.launcher, resolve_model(directory)
         try:  # all that is checked before ranks start, but for the server's check at this layout
             require_equal(launcher, source, replica_layout(Layout.parse(text)))
@@ -192,9 +192,15 @@ class _Row:
         except RankFailure:
             pass
         except HocketError as said:
-            outcome, reason = REFUSED, check.reason_of(said)
-        reason = reason.replace(str(directory), self.kind)
+            outcome, reason = REFUSED, self._reason(said)
         self.cells[text] = _cell(text, outcome, reason, ratio)
+
+    def _reason(self, error: HocketError) -> str:
+        """Why, with the type's name in place of the files that the matrix wrote."""
+        reason = check.reason_of(error)
+        for file in (f"{self.kind}.json", "model"):
+            reason = reason.replace(str(self.folder / file), self.kind)
+        return reason
 
 
 def _cell(layout: str, outcome: str, reason: str, ratio: float | None = None) -> Cell:

@@ -98,7 +98,7 @@ def trace(
 
 def _with_saved(shape: ModelShape, sized: ModelShape) -> ModelShape:
     """The shape with what another one saves in the eager view."""
-    views = ("eager", "shared")
+    views = ("eager", "shared", "backward")
     blocks = {}
     for kind, block in shape.blocks.items():
         rows = [row for row in block.saved if row.view not in views]

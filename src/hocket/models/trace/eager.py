@@ -54,6 +54,45 @@ def uneven(graph: Graph) -> bool:
     )
 
 
+def backward(graph: Graph) -> list[Saved]:
+    """Bytes at the peak of the part's backward beyond what autograd held when it began: gradients
+    that are there at once, less saved tensors that are freed by then. Of one traced size alone:
+    where a recurrence is written out, each step adds to gradients of whole sequences."""
+    part, traced = graph.part, graph.part.traced
+    if traced.prime or not part.backward:
+        return []
+    last: dict[int, int] = {}
+    for at, op in enumerate(part.backward):
+        _follow_backward(graph, op)
+        last |= dict.fromkeys((ref.value for ref in (*op.ins, *op.outs)), at)
+    freed: dict[int, list[int]] = collections.defaultdict(list)
+    for value, at in last.items():
+        freed[at].append(value)
+    own = {value for value in part.saved if value in graph.maker or value in graph.given}
+    alive = set(own)
+    live: dict[str, int] = collections.defaultdict(int)
+    peak: dict[str, int] = {}
+
+    def add(value: int, sign: int) -> None:
+        known = graph.values[value]
+        label = graph.labels.get(value, OUTSIDE)
+        live[label] += sign * part.saved.get(value, known.numel * known.itemsize)
+
+    for at, op in enumerate(part.backward):
+        for value in {ref.value for ref in op.outs} - alive - part.weight_gradients:
+            alive.add(value)
+            add(value, 1)
+        if sum(live.values()) > sum(peak.values()):
+            peak = dict(live)
+        for value in alive.intersection(freed[at]):
+            alive.remove(value)
+            add(value, -1)
+    return [
+        Saved(name=f"backward {label}", bytes=size / traced.tokens, split=label, view="backward")
+        for label, size in peak.items()
+    ]
+
+
 def _table(graph: Graph, value: int, size: int) -> Saved:
     """What all blocks share: a mask, or what there is for each position. That is traced of one
     sequence, and made of each row in training: positions are."""

@@ -222,7 +222,7 @@ class Costs(Graph):
             Saved(name=name, bytes=amount, split=label, view="fused")
             for (name, label), amount in rows.items()
         ]
-        return (*found, *self._core_saved(), *eager.saved(self))
+        return (*found, *self._core_saved(), *eager.saved(self), *eager.backward(self))
 
     def _added(self, unit: list[TracedOp], writes: Mapping[int, float]) -> set[int]:
         """Inputs of a region that are only added to its output: their gradient is the output's."""

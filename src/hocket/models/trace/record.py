@@ -127,7 +127,8 @@ class TracedPart:
     outputs: list[Ref] = dataclasses.field(default_factory=list)
     last_save: int = 0
     """Operations that had run when autograd last saved something."""
-    grads: list[Ref] = dataclasses.field(default_factory=list)
+    weight_gradients: set[int] = dataclasses.field(default_factory=set)
+    """Values that its backward returns for parameters."""
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -232,9 +232,13 @@ class _Layers:
         recorder.ref(ahead)
         recorder.in_backward = True
         try:
-            torch.autograd.grad(output, wanted, ahead, allow_unused=True, retain_graph=True)
+            made = torch.autograd.grad(output, wanted, ahead, allow_unused=True, retain_graph=True)
         finally:
             recorder.in_backward = False
+        of_weights = made if given is None else made[1:]
+        part.weight_gradients = {
+            recorder.ref(grad).value for grad in of_weights if grad is not None
+        }
 
     def close(self, loss: torch.Tensor) -> None:
         """Run the head's backward."""
