@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -362,7 +363,82 @@ def a_cut_link_is_found_on_both_sides(cluster: Cluster) -> None:
     _found_within(cluster, cut, [lost, "rank 1 ends: the store on rank 0's host"])
 
 
+def _of_page(cluster: Cluster, stack: contextlib.ExitStack, page: str, *own: str) -> list[Any]:
+    """What a page shows for two hosts, on both: with the addresses, the interface and the sizes of
+    these, and `own` in place of the words after the verb."""
+    text = (ROOT / "docs" / "how-to" / page).read_text("utf-8")
+    (shown,) = re.findall(r"^export (GLOO.*)\n(torchrun [^`]*?)\n```", text, re.MULTILINE)
+    variables = dict(each.split("=") for each in shown[0].split())
+    words = shlex.split(shown[1].replace("\\\n", " "))
+    verb = words.index("hocket") + 1
+    words[verb + 1 :] = [*own, "--layout", "dp2", "--device", "cpu"]
+    values = {
+        "--nproc-per-node": "1",
+        "--master-addr": cluster.hosts[0].address,
+        "--master-port": "29412",
+    }
+    started = []
+    for number, host in enumerate(cluster.hosts):
+        for flag, value in {**values, "--node-rank": str(number)}.items():
+            words[words.index(flag) + 1] = value
+        here = dict.fromkeys(variables, host.interface)
+        started.append(stack.enter_context(cluster.started(*host.command(*words), **here)))
+    return started
+
+
+def the_page_of_training_runs(cluster: Cluster) -> None:
+    run = cluster.folder / "of-page"
+    own = ["tiny-llama", "--data", "text.txt", "--run", str(run), "--cluster", "none"]
+    with contextlib.ExitStack() as stack:
+        agents = _of_page(
+            cluster,
+            stack,
+            "train.md",
+            *own,
+            "--seq-len",
+            "16",
+            "--global-batch",
+            "2",
+            "--steps",
+            "3",
+        )
+        assert [agent.wait(100) for agent in agents] == [0, 0], cluster.output
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 3
+
+
+def the_page_of_serving_runs(cluster: Cluster) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "tests.cluster.model", "model", "Once upon", "1"],
+        cwd=cluster.folder, env=cluster.environment, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    own = [
+        "model",
+        "--num-blocks",
+        "64",
+        "--max-model-len",
+        "128",
+        "--host",
+        "0.0.0.0",
+        "--insecure",
+        "--port",
+        "8123",
+    ]
+    with contextlib.ExitStack() as stack:
+        front, other = _of_page(cluster, stack, "serve.md", *own)
+        cluster.until(lambda: "ready after" in cluster.output, front)
+        visit = cluster.hosts[1].command(
+            "curl", "-sS", f"http://{cluster.hosts[0].address}:8123/ready"
+        )
+        done = subprocess.run(visit, capture_output=True, text=True, check=False, timeout=20)
+        assert json.loads(done.stdout) == {"status": "ready"}, done.stderr
+        front.terminate()
+        front.wait(60)
+        other.wait(60)
+
+
 CASES = [
+    the_page_of_training_runs,
+    the_page_of_serving_runs,
     slurm_serves,
     slurm_stops_and_is_queued_again,
     kubernetes_pods_train,

@@ -335,3 +335,17 @@ def test_the_reference_is_what_the_commands_say() -> None:
         sys.path.pop(0)
     assert GENERATED.read_text() == page(), "run: .venv/bin/python docs/reference/write_cli.py"
     assert GENERATED.with_name("json.md").read_text() == json_page()
+
+
+def test_torchrun_of_several_hosts_meets() -> None:
+    """Without a node rank and an address torchrun's own default waits for ever."""
+    shown = [
+        (page.name, words)
+        for page in PAGES
+        for words in re.findall(r"torchrun (--nnodes (?:\\\n|[^\n`])*)", page.read_text("utf-8"))
+        if "-m --" in words
+    ]
+    assert {"train.md", "serve.md", "fine-tune-70b.md"} <= {name for name, _ in shown}
+    for name, words in shown:
+        for flag in ("--node-rank", "--master-addr", "--master-port"):
+            assert flag in words, f"{name}: torchrun {words}"

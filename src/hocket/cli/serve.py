@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     if served is None:  # a rank of another launcher, whose rank 0 has the summary
         return 0
     if not flags.json:
-        _summary(served, predicted=flags.cluster != "none")
+        _summary(served)
     return 0 if served.drained else 1
 
 
@@ -144,7 +144,9 @@ def _ready(event: dict[str, Any]) -> str:
     )
 
 
-def _summary(served: Any, *, predicted: bool) -> None:
+def _summary(served: Any) -> None:
+    from hocket.cli.next import show
+
     found = served.measured
     with contextlib.suppress(BrokenPipeError):
         if found.requests:
@@ -156,5 +158,4 @@ def _summary(served: Any, *, predicted: bool) -> None:
             )
         if not served.run.exists():
             return
-        what = "predicted and measured" if predicted else "what was measured"
-        print(f"{what}: hocket report {served.run}", flush=True)
+        show(["report", str(served.run)])
