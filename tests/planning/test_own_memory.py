@@ -90,7 +90,7 @@ def test_closed_forms_are_the_replay(model: str) -> None:
     off = {
         text: f"{ratio - 1:+.1%}"
         for text, ratio in found.items()
-        if abs(ratio - 1) > 0.06 + 0.03 * ("offload" in text)  # of less in all
+        if abs(ratio - 1) > 0.05 + 0.03 * ("offload" in text)  # of less in all
     }
     assert not off
     middle = sorted(found.values())[len(found) // 2]

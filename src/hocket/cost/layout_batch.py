@@ -73,19 +73,48 @@ class RankLayers:
     """Layers that pipeline ranks hold, [r] each: the first, the last, and the rank with most.
 
     `early`: how many more the first rank's first stage has than its stages have on average.
+    `bent`, `bent_inner`: under ZB-V (`bent_in_flight`), of the first rank and of the inner rank that
+    has most.
     """
 
     first: Floats
     last: Floats
     most: Floats
     early: Floats
+    bent: Floats
+    bent_inner: Floats
 
 
 def equal_layers(model: Terms, at: Layouts) -> RankLayers:
     """As many on every rank; one fewer at both ends where these are `lighter`."""
     most = (model.layers + 2.0 * at.lighter) / at.pp
     ends = most - at.lighter
-    return RankLayers(first=ends, last=ends, most=most, early=np.zeros_like(at.pp))
+    halves = np.stack([ends, ends]) / 2, np.stack([most, most]) / 2
+    return RankLayers(
+        first=ends,
+        last=ends,
+        most=most,
+        early=np.zeros_like(at.pp),
+        bent=bent_in_flight(*halves[0], at.pp, at.microbatches, 0),
+        bent_inner=bent_in_flight(*halves[1], at.pp, at.microbatches, at.pp - 1),
+    )
+
+
+def bent_in_flight(
+    down: Floats, up: Floats, pp: Floats, microbatches: Floats, rank: Floats
+) -> Floats:
+    """Layers times microbatches that a rank holds activations of under ZB-V (Qi et al. 2024).
+
+    The stage that a microbatch reaches on its way down has 2p - rank in flight, the one on its way
+    up as many as ranks come before; fewer microbatches than that have one more on their way up.
+
+    Args:
+        down, up: layers of the rank's two stages.
+    """
+    first = np.minimum(2 * pp - rank, microbatches)
+    second = np.minimum(rank + (microbatches < 2 * pp - rank), microbatches)
+    found: Floats = down * first + up * second
+    return found
 
 
 def offload_number(layout: Layout) -> int:

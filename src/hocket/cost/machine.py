@@ -1,7 +1,7 @@
 """Machine: what pricing needs of a cluster, as numbers.
 
 Bytes and seconds; bandwidths per direction. Measured collectives come as curves, given from
-outside: this room knows numbers, not catalogues.
+outside: this package knows numbers, not catalogues.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def peak_memory(
     middle = _times(layer_weights, np.where(at.pp > 2, stage, 0.0))
     freed = np.asarray(constants.logits_in_place) > 0  # before the last layer is made again
 
-    acts_first = saved * (begin * flight + _early(at, ranks) / model.layers) + looked_up * flight
+    begun = np.where(bent, ranks.bent, ranks.first * flight + _early(at, ranks)) / model.layers
+    acts_first = saved * begun + looked_up * flight
     # A stage's output stays until its own gradient comes; stages that take turns post two receives.
     sent = _stream(model, at, constants) * tokens * np.where(freed & (at.pp > 1), 1.0, 0.0)
     acts_first = acts_first + sent * (flight * at.virtual + np.where(at.virtual > 1, 2.0, 0.0))
@@ -121,7 +122,8 @@ def peak_memory(
     # The first stage has most in flight; a lighter first stage leaves the second as the peak.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
     in_second = np.maximum(flight * (1 - less), 1.0)
-    acts_second = saved * stage * in_second + sent * in_second * at.virtual
+    acts_second = saved * np.where(bent, ranks.bent_inner / model.layers, stage * in_second)
+    acts_second = acts_second + sent * in_second * at.virtual
     inner = np.where(at.pp > 2, 1.0, 0.0)
     stages = (
         (first, np.where(bent | (at.pp <= 1), 1.0, 0.0), acts_first, logits_first, live_layer),
@@ -261,12 +263,12 @@ def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
 
 
 def _early(at: Layouts, ranks: RankLayers) -> Floats:
-    """Layers times microbatches that the first rank holds beyond its layers times those in flight:
-    its first stage has 2p - 1 in flight, its others p, and under ZB-V its last one 1."""
+    """Layers times microbatches that the first rank holds beyond its layers times those in flight
+    where stages take turns: its first stage has 2p - 1 in flight, its others p."""
     p, m = at.pp, at.microbatches
-    others = np.where(at.schedule == SCHEDULES.index("zb-v"), 1.0, np.minimum(p, m))
     turns = (at.virtual > 1) & (p > 1) & (at.schedule != SCHEDULES.index("gpipe"))
-    found: Floats = np.where(turns, ranks.early * (np.minimum(2 * p - 1, m) - others), 0.0)
+    more = np.minimum(2 * p - 1, m) - np.minimum(p, m)
+    found: Floats = np.where(turns, ranks.early * more, 0.0)
     return found
 
 

@@ -25,7 +25,7 @@ from hocket.cost.constants import (
     memory_quantiles,
     quantiles,
 )
-from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts, RankLayers
+from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts, RankLayers, bent_in_flight
 from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
@@ -261,35 +261,41 @@ class Problem:
     def rank_layers(self, layouts: Layouts) -> RankLayers:
         """Whole layers that the pipeline ranks hold as the runtime would cut, [r]."""
         bent = layouts.schedule == SCHEDULES.index("zb-v")
-        keys = ((layouts.pp * 4096 + layouts.virtual) * 2 + bent) * 2 + layouts.lighter
-        unique, place = np.unique(keys, return_inverse=True)
-        rows = []
-        for key in unique.astype(int).tolist():
-            pp, virtual = divmod(key // 4, 4096)
-            name = "zb-v" if key // 2 % 2 else "1f1b"
-            cut = "light-ends" if key % 2 else "balanced"
-            rows.append(
-                self._rank_layers(
-                    Layout(pp=pp, virtual_stages=virtual, schedule=name, pipeline_split=cut)
-                )
-            )
-        table = np.array(rows, dtype=np.float64).reshape(-1, 4)[place]
-        first, last, most, early = table.T
-        return RankLayers(first=first, last=last, most=most, early=early)
+        # More microbatches than that are never in flight.
+        flight = np.where(bent, np.minimum(layouts.microbatches, 2 * layouts.pp), 0)
+        cuts = np.stack([layouts.pp, layouts.virtual, flight, layouts.lighter], axis=1).astype(int)
+        unique, place = np.unique(cuts, axis=0, return_inverse=True)
+        table = [self._rank_layers(*cut) for cut in unique.tolist()]
+        names = [field.name for field in dataclasses.fields(RankLayers)]
+        columns = np.array(table, dtype=np.float64).reshape(-1, len(names))[place.ravel()].T
+        return RankLayers(**dict(zip(names, columns, strict=True)))
 
-    def _rank_layers(self, layout: Layout) -> tuple[float, float, float, float]:
-        """One row of `rank_layers`, in the order of its fields."""
-        if layout not in self._known:
-            held, first = [0] * layout.pp, 0
-            cut = self.cut(layout)
-            for layers, rank in zip(cut, stage_ranks(layout), strict=True):
-                held[rank] += layers
-                first += rank == 0
-            self._known[layout] = held[0], held[-1], max(held), cut[0] - held[0] / first
-        return self._known[layout]
+    def _rank_layers(self, pp: int, virtual: int, bent: int, lighter: int) -> tuple[float, ...]:
+        """One row of `rank_layers`, in the order of its fields; `bent`: microbatches under ZB-V."""
+        layout = Layout(
+            pp=pp,
+            virtual_stages=virtual,
+            schedule="zb-v" if bent else "1f1b",
+            pipeline_split="light-ends" if lighter else "balanced",
+        )
+        if (layout, bent) not in self._known:
+            stages: list[list[int]] = [[] for _ in range(pp)]
+            for layers, rank in zip(self.cut(layout), stage_ranks(layout), strict=True):
+                stages[rank].append(layers)
+            held = [sum(own) for own in stages]
+            flight = [0.0] * pp
+            if bent and pp > 1:
+                flight = [
+                    float(bent_in_flight(*map(np.float64, (*own, pp, bent, rank))))
+                    for rank, own in enumerate(stages)
+                ]
+            early = stages[0][0] - held[0] / len(stages[0])
+            inner = max(flight[1:], default=0.0)
+            self._known[layout, bent] = held[0], held[-1], max(held), early, flight[0], inner
+        return self._known[layout, bent]
 
     @functools.cached_property
-    def _known(self) -> dict[Layout, tuple[float, float, float, float]]:
+    def _known(self) -> dict[tuple[Layout, int], tuple[float, ...]]:
         return {}
 
     def proposable(self, layouts: Layouts, high: Floats | None = None) -> np.ndarray:
