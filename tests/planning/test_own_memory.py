@@ -50,6 +50,14 @@ LAYOUTS = (
     "dp2.pp4:microbatches=8,offload=optimizer,recompute=full",
     "dp2.pp4:microbatches=8,zero=3,recompute=full",
     "dp2.pp4:microbatches=8,offload=optimizer,recompute=full,schedule=interleaved,virtual_stages=2",
+    "dp8:microbatches=4,zero=1,offload=activations",
+    "dp8:microbatches=8,zero=3,offload=params+activations",
+    "dp2.tp4:microbatches=4,offload=activations,recompute=selective",
+    "tp8:microbatches=4,sequence_parallel=true,offload=optimizer+activations",
+    "dp2.pp4:microbatches=8,offload=activations",
+    "dp2.pp4:microbatches=8,offload=activations,schedule=gpipe",
+    "dp2.pp4:microbatches=8,offload=activations,schedule=interleaved,virtual_stages=2",
+    "dp2.pp4:microbatches=8,offload=activations,schedule=zero-bubble",
 )
 SEQ_LEN, BATCH = 4096, 64
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hocket.cost.layout_batch import Layouts, offload_number, schedule_number
-from hocket.spec.layout import RECOMPUTE, Layout
+from hocket.cost.layout_batch import Layouts, schedule_number
+from hocket.spec.layout import OFFLOAD, RECOMPUTE, Layout
 
 
 def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
@@ -37,7 +37,7 @@ def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 layout.sequence_parallel,
                 schedule_number(layout),
                 layout.pipeline_split == "light-ends",
-                offload_number(layout),
+                OFFLOAD.index(layout.offload),
             )
         )
     names = [f.name for f in dataclasses.fields(Layouts)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from hocket.cost.terms import Floats, Terms
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.layout import Layout
+from hocket.spec.layout import OFFLOAD, Layout
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "sequential")
 """Schedules that have a price; the number in a column is the place in this list."""
@@ -23,10 +23,6 @@ NAMES = {
 }
 """What `Layout.schedule` may name, to one of `SCHEDULES`."""
 
-OFFLOADED = ("none", "optimizer", "params")
-"""State in the host's memory; the number in a column is the place in this list. `params`: the
-optimizer's, too. Offloaded activations have no price."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layouts:
@@ -39,7 +35,7 @@ class Layouts:
         shard: data ranks that share one ZeRO state; dp where not said.
         schedule: place in SCHEDULES.
         lighter: 1 where the first and the last stage hold one layer fewer than the others.
-        offload: place in OFFLOADED.
+        offload: place in spec.layout.OFFLOAD.
     """
 
     dp: Floats
@@ -62,6 +58,25 @@ class Layouts:
     def __len__(self) -> int:
         return len(self.dp)
 
+    @property
+    def offloads_optimizer(self) -> np.ndarray:
+        """[r] bool: the optimizer steps on the host, where its state is."""
+        return self._offloads("optimizer") | self.offloads_params
+
+    @property
+    def offloads_params(self) -> np.ndarray:
+        """[r] bool: shards of the parameters are in the host's memory too."""
+        return self._offloads("params")
+
+    @property
+    def offloads_activations(self) -> np.ndarray:
+        """[r] bool: what layers save for backward is in the host's memory until then."""
+        return self._offloads("activations")
+
+    def _offloads(self, kind: str) -> np.ndarray:
+        named = [number for number, text in enumerate(OFFLOAD) if kind in text.split("+")]
+        return np.isin(self.offload, named)
+
     def take(self, index: np.ndarray) -> Layouts:
         """Some of the rows."""
         fields = dataclasses.fields(self)
@@ -73,8 +88,8 @@ class RankLayers:
     """Layers that pipeline ranks hold, [r] each: the first, the last, and the rank with most.
 
     `early`: how many more the first rank's first stage has than its stages have on average.
-    `bent`, `bent_inner`: under ZB-V (`bent_in_flight`), of the first rank and of the inner rank that
-    has most.
+    `bent`, `bent_inner`: under ZB-V (`bent_in_flight`), of the first rank, and of the inner one
+    that has most.
     """
 
     first: Floats
@@ -89,14 +104,13 @@ def equal_layers(model: Terms, at: Layouts) -> RankLayers:
     """As many on every rank; one fewer at both ends where these are `lighter`."""
     most = (model.layers + 2.0 * at.lighter) / at.pp
     ends = most - at.lighter
-    halves = np.stack([ends, ends]) / 2, np.stack([most, most]) / 2
     return RankLayers(
         first=ends,
         last=ends,
         most=most,
         early=np.zeros_like(at.pp),
-        bent=bent_in_flight(*halves[0], at.pp, at.microbatches, 0),
-        bent_inner=bent_in_flight(*halves[1], at.pp, at.microbatches, at.pp - 1),
+        bent=bent_in_flight(ends / 2, ends / 2, at.pp, at.microbatches, np.zeros_like(at.pp)),
+        bent_inner=bent_in_flight(most / 2, most / 2, at.pp, at.microbatches, at.pp - 1),
     )
 
 
@@ -115,11 +129,6 @@ def bent_in_flight(
     second = np.minimum(rank + (microbatches < 2 * pp - rank), microbatches)
     found: Floats = down * first + up * second
     return found
-
-
-def offload_number(layout: Layout) -> int:
-    """The place in `OFFLOADED` of what a layout keeps in the host's memory."""
-    return max(i for i, kind in enumerate(OFFLOADED) if not i or layout.offloads(kind))
 
 
 def schedule_number(layout: Layout) -> int:

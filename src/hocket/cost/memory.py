@@ -12,7 +12,7 @@
                   ZB-H1 the gradients of all in flight, which the head's weights wait for, and in
                   hocket the inputs and output gradients of matmuls in place of what layers saved
     around it     the allocator's slack, the CUDA context, communication buffers
-    host          state that is offloaded
+    host          state and activations that are offloaded; of these, two layers' are on the device
 
 The larger of the first and the last stage counts. Legend: p pipeline ranks, m microbatches,
 v stages of a rank; r rows.
@@ -32,6 +32,10 @@ from hocket.cost.terms import BlockTerms, Floats, Terms
 TRACED_BYTES = 2.0
 """Bytes of an element in the type that shapes are traced in (bf16)."""
 
+PINNED_BYTES = 1 + 1 / 16
+"""Bytes of a page-locked buffer for each that it holds: sizes have eight steps to a power of two,
+so that an eighth is unused at most."""
+
 SELECTIVE, FULL, MODULES = 1, 2, 3
 LATE = ("zb-h1", "zb-h2", "zb-v")
 
@@ -45,7 +49,8 @@ class MemoryEstimate:
         peak: of the device, with slack, context and buffers, as nvidia-smi shows it.
         least: of the device without the slack, which the allocator returns when memory runs out.
         weights, gradients, optimizer, activations: parts of `allocated`.
-        host: in the host's memory, of the rank that has most there.
+        host: in the host's memory, of the rank that has most there. pinned: of it, activations in
+            page-locked buffers.
     """
 
     allocated: Floats
@@ -56,6 +61,7 @@ class MemoryEstimate:
     optimizer: Floats
     activations: Floats
     host: Floats
+    pinned: Floats
 
 
 def peak_memory(
@@ -79,14 +85,16 @@ def peak_memory(
     ranks = ranks or equal_layers(model, at)
     # Shares of all layers.
     stage, begin, end = (n / model.layers for n in (ranks.most, ranks.first, ranks.last))
-    live_layer = saved = deferred = np.zeros(shape)
+    live_layer = saved = deferred = widest = np.zeros(shape)
     none = Parameters(np.zeros(shape), np.zeros(shape))
     layer_weights = largest = (none, none)  # all parameters, and those that are trained
     for count, block in model.kinds:
-        whole, kept = _saved(block, model, at, seq_len, constants)
+        whole, kept = saved_bytes(block, model, at, seq_len, constants)
         saved = saved + count * kept * tokens
+        widest = np.maximum(widest, kept * tokens)
         deferred = deferred + count * _deferred(block, at, constants) * tokens
-        again = np.where(at.recompute == FULL, whole, 0.0) + _working(block, at, constants)
+        again = np.where(at.recompute == FULL, whole, 0.0)
+        again = again + _working(block, model, at, constants)
         live_layer = np.maximum(live_layer, again * tokens)
         layer = _local(block, at)
         layer_weights = _sum(layer_weights, _times(layer, count))
@@ -107,33 +115,65 @@ def peak_memory(
     freed = np.asarray(constants.logits_in_place) > 0  # before the last layer is made again
 
     begun = np.where(bent, ranks.bent, ranks.first * flight + _early(at, ranks)) / model.layers
-    acts_first = saved * begun + looked_up * flight
+    saved_first = saved * begun
     # A stage's output stays until its own gradient comes; stages that take turns post two receives.
     sent = _stream(model, at, constants) * tokens * np.where(freed & (at.pp > 1), 1.0, 0.0)
-    acts_first = acts_first + sent * (flight * at.virtual + np.where(at.virtual > 1, 2.0, 0.0))
+    ends_first = looked_up * flight
+    ends_first = ends_first + sent * (flight * at.virtual + np.where(at.virtual > 1, 2.0, 0.0))
     logits_first = np.where(bent | (at.pp <= 1), logits, 0.0)
     whole = at.schedule == SCHEDULES.index("gpipe")  # every forward comes before a backward
     late = np.where(split | bent | whole, flight, 1.0)
     waiting = np.maximum(saved + (late - 1) * deferred, late * deferred)
-    acts_last = end * np.where(freed & split, waiting, saved * late)
-    more = np.where(whole | split, single * (late - 1), 0.0)
+    saved_last = end * np.where(freed & split, waiting, saved * late)
+    more = np.where(split, single, np.where(whole, logits, 0.0)) * (late - 1)
+    left = np.where(bent | (freed == 0), 0.0, more)
     of_logits = np.where(freed, logits + more, logits * (late + 1) / 2)
     logits_last = np.where(bent, 0.0, of_logits)
     # The first stage has most in flight; a lighter first stage leaves the second as the peak.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
     in_second = np.maximum(flight * (1 - less), 1.0)
-    acts_second = saved * np.where(bent, ranks.bent_inner / model.layers, stage * in_second)
-    acts_second = acts_second + sent * in_second * at.virtual
+    saved_second = saved * np.where(bent, ranks.bent_inner / model.layers, stage * in_second)
     inner = np.where(at.pp > 2, 1.0, 0.0)
-    stages = (
-        (first, np.where(bent | (at.pp <= 1), 1.0, 0.0), acts_first, logits_first, live_layer),
-        (last, 1.0 - bent, acts_last, logits_last, live_layer),
-        (middle, np.zeros(shape), acts_second * inner, np.zeros(shape), live_layer * inner),
+    zero, one = np.zeros(shape), np.ones(shape)
+    # What deferred weight gradients are computed from stays on the device, whatever is offloaded;
+    # on the way up under ZB-V.
+    pending = 0.5 * deferred / model.layers * np.where(bent, [ranks.bent, ranks.bent_inner], 0.0)
+    first_rank = _Rank(
+        weights=first,
+        with_head=np.where(bent | (at.pp <= 1), one, zero),
+        layers=ranks.first,
+        saved=saved_first,
+        pending=pending[0],
+        others=ends_first,
+        of_loss=logits_first,
+        left=zero,
     )
+    last_rank = _Rank(
+        weights=last,
+        with_head=1.0 - bent,
+        layers=ranks.last,
+        saved=saved_last,
+        pending=deferred * end * np.where(split, late, zero),
+        others=zero,
+        of_loss=logits_last,
+        left=left,
+    )
+    middle_rank = _Rank(
+        weights=middle,
+        with_head=zero,
+        layers=ranks.most,
+        saved=saved_second * inner,
+        pending=pending[1],
+        others=sent * in_second * at.virtual * inner,
+        of_loss=zero,
+        left=zero,
+    )
+    away = at.offloads_activations
     totals = []
-    host = np.zeros(shape)
-    for weights, with_head, kept, of_loss, of_layer in stages:
-        head = _times(ends[1], with_head)
+    host = pinned = zero
+    for rank in (first_rank, last_rank, middle_rank):
+        with_layer = np.where(rank is middle_rank, inner, one) * live_layer
+        head = _times(ends[1], rank.with_head)
         # The head's gradient as it is made, in addition to the logits; ZeRO-3 widens it, and copies
         # it. A tied matrix has two, which are added where the embedding's is made.
         made = np.where(freed, constants.weight_bytes * head[1].total, 0.0)
@@ -143,11 +183,23 @@ def peak_memory(
         wide = np.where(freed & (at.zero >= 3), 2 + tied, 0.0)
         wide = wide * constants.gradient_bytes * head[1].total
         # When the loss is taken, and when a layer runs backward; at once where logits stay.
-        for later, more in ((False, np.maximum(of_loss + made, wide)), (True, of_layer + carried)):
-            state = held(*weights, largest, at, constants, head=head, later=later)
-            more = np.where(freed, more, of_loss + of_layer)
+        for later, more in (
+            (False, np.maximum(rank.of_loss + made, wide)),
+            (True, with_layer + carried + rank.left),
+        ):
+            state = held(*rank.weights, largest, at, constants, head=head, later=later)
+            more = np.where(freed, more, rank.of_loss + with_layer)
+            # Offloaded, what is here is of the last layer of each stage, whose copies are under
+            # way, and in a backward of the one that comes next.
+            moving = widest * np.minimum(at.virtual + later, rank.layers)
+            kept = np.where(away, moving + rank.pending, rank.saved) + rank.others
             totals.append((state.weights, state.gradients, state.optimizer, kept + more))
-        host = np.maximum(host, state.host)
+        # At the end of a backward both gradients of a tied matrix are added into a third.
+        state = held(*rank.weights, largest, at, constants, head=(none, none), later=True)
+        both = carried + 2 * tied * constants.gradient_bytes * head[1].total
+        totals.append((state.weights, state.gradients, state.optimizer, rank.others + both))
+        buffers = np.where(away, PINNED_BYTES * rank.saved, 0.0)
+        host, pinned = np.maximum(host, state.host + buffers), np.maximum(pinned, buffers)
     sums = np.stack([sum(parts, np.zeros(shape)) for parts in totals])
     peak_rank = sums.argmax(axis=0)
     parts = [np.choose(peak_rank, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
@@ -161,11 +213,34 @@ def peak_memory(
         optimizer=parts[2],
         activations=parts[3],
         host=host,
+        pinned=pinned,
     )
 
 
 Both = tuple[Parameters, Parameters]
 """All parameters, and those that are trained."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """One pipeline rank of every layout, [r].
+
+    Attributes:
+        weights: its parameters. with_head: 1 where the head is among them. layers: how many.
+        saved: bytes that its layers save for backward, of all microbatches in flight.
+        pending: of what is saved, what deferred weight gradients are computed from.
+        others: bytes that are saved outside layers. of_loss: of logits and their gradient.
+        left: of them, those of other microbatches.
+    """
+
+    weights: Both
+    with_head: Floats
+    layers: Floats
+    saved: Floats
+    pending: Floats
+    others: Floats
+    of_loss: Floats
+    left: Floats
 
 
 def _local(block: BlockTerms, at: Layouts) -> Both:
@@ -184,7 +259,7 @@ def _larger(one: Parameters, other: Parameters) -> Parameters:
     return Parameters(np.maximum(one.dense, other.dense), np.maximum(one.expert, other.expert))
 
 
-def _saved(
+def saved_bytes(
     block: BlockTerms, model: Terms, at: Layouts, seq_len: Floats, constants: Constants
 ) -> tuple[Floats, Floats]:
     """Bytes per token of a layer: all that its backward needs, and what is held until then."""
@@ -216,13 +291,8 @@ def _saved(
 def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token that the gradients of a layer's weights are computed from."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
-    width = constants.element_bytes / TRACED_BYTES
-    inputs = width * (block.saved_inputs_inside / at.tp + block.saved_inputs_outside / split)
-    # `saved_inputs` are without what attention returns, twice.
-    attended = sum((c.heads * c.value_dim for c in block.cores), np.zeros(at.dp.shape))
-    found: Floats = (
-        inputs + 2 * constants.element_bytes * attended / at.tp + _outputs(block, at, constants)
-    )
+    elements = block.deferred_inside / at.tp + block.deferred_outside / split
+    found: Floats = constants.element_bytes * (elements + block.deferred_whole)
     return found
 
 
@@ -243,11 +313,15 @@ def _stream(model: Terms, at: Layouts, constants: Constants) -> Floats:
     return found
 
 
-def _working(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
-    """Bytes per token of a layer's inner gradients at their widest."""
+def _working(block: BlockTerms, model: Terms, at: Layouts, constants: Constants) -> Floats:
+    """Bytes per token of a layer's inner gradients at their widest, in addition to the gradient of
+    its output, which sequence parallelism gathers."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     width = constants.element_bytes / TRACED_BYTES
-    found: Floats = width * np.maximum(block.working_inside / at.tp, block.working_outside / split)
+    by_rank = np.maximum(block.working_inside / at.tp, block.working_outside / split)
+    widest = width * np.maximum(by_rank, block.working_whole)
+    gathered = constants.element_bytes * model.hidden * (1 - 1 / split)
+    found: Floats = widest + np.where(widest > 0, gathered, 0.0)  # of others' stacks it is fitted
     return found
 
 

@@ -144,7 +144,7 @@ def held(
             being reduced; else what layers saved shrinks faster.
     """
     found = [np.zeros_like(at.dp) for _ in range(4)]
-    stepped, shards = at.offload >= 1, at.offload >= 2  # in the host's memory
+    stepped, shards = at.offloads_optimizer, at.offloads_params  # in the host's memory
     wide = np.asarray(constants.weight_bytes) >= MASTER
     # Of other software the memory is fitted as it was measured.
     own = (at.zero >= 3) & (np.asarray(constants.eager_saved) > 0)
@@ -159,7 +159,9 @@ def held(
         two, in_flight = 2 * live, of_live
         if later:
             both = of_live + np.maximum(of_live, of_ends)
-            in_flight = np.where(own & (at.recompute == FULL), both, of_live)
+            # Where layers save little on the device, nothing shrinks meanwhile.
+            small = (at.recompute == FULL) | at.offloads_activations
+            in_flight = np.where(own & small, both, of_live)
         else:
             two = np.where(own, live + np.maximum(live, ends), two)
             in_flight = np.where(own, 0.0, of_live)

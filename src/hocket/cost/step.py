@@ -30,6 +30,7 @@ from hocket.cost.device import FittedDevice
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.machine import ClusterNumbers
+from hocket.cost.memory import saved_bytes
 from hocket.cost.state import (
     MASTER,
     Parameters,
@@ -128,6 +129,9 @@ def step_times(
         f2 = np.where(per_layer, _overlapped(f, gather, share), f)
         again = np.where(at.zero >= 3, gather, 0.0)
         whole = np.where(per_layer, _overlapped(b + w, again + scatter, share), b + w)
+        if np.any(at.offload):  # a layer's copies, behind its neighbour's compute
+            copied = _copied(block, model, at, seq_len, platform)
+            f2, whole = np.maximum(f2, copied), np.maximum(whole, copied)
         forward = forward + count * f2
         inputs = inputs + count * (whole - w)
         weights = weights + count * w
@@ -230,7 +234,7 @@ def _optimizer(held: Parameters, at: Layouts, platform: Platform) -> Floats:
     on_device = FittedDevice(platform).optimizer(updated)
     if not np.any(at.offload):
         return on_device
-    return np.where(at.offload >= 1, _on_host(updated, at, platform), on_device)
+    return np.where(at.offloads_optimizer, _on_host(updated, at, platform), on_device)
 
 
 def _on_host(updated: Floats, at: Layouts, platform: Platform) -> Floats:
@@ -240,8 +244,8 @@ def _on_host(updated: Floats, at: Layouts, platform: Platform) -> Floats:
     Under `params` the norm is found and gradients are scaled there, and values go back when a layer
     is gathered (`_sharded`)."""
     machine, constants = platform.machine, platform.constants
-    ranks = np.minimum(machine.per_node, at.dp * at.cp * at.tp * at.pp)
-    shards = at.offload >= 2
+    ranks = _ranks_of_a_host(at, machine)
+    shards = at.offloads_params
     arriving = np.where(shards, constants.gradient_bytes, MASTER)
     leaving = np.where(shards, 0.0, constants.weight_bytes)
     wide = np.asarray(constants.weight_bytes) >= MASTER
@@ -249,6 +253,25 @@ def _on_host(updated: Floats, at: Layouts, platform: Platform) -> Floats:
     moved = HOST_UPDATE + 2 * moments + np.where(shards, HOST_CLIP, 0.0)
     update = ranks * updated * moved / (machine.host * HOST_RATE)
     return (arriving + leaving) * updated / machine.pcie + update
+
+
+def _ranks_of_a_host(at: Layouts, machine: ClusterNumbers) -> Floats:
+    found: Floats = np.minimum(machine.per_node, at.dp * at.cp * at.tp * at.pp)
+    return found
+
+
+def _copied(
+    block: BlockTerms, model: Terms, at: Layouts, seq_len: Floats, platform: Platform
+) -> Floats:
+    """Seconds to copy to the host what a layer saves of a microbatch, or back; 0 where it stays.
+
+    The copies run next to compute, all ranks of a node at once: over a link of their own, to a
+    memory that they share (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)."""
+    machine = platform.machine
+    _, kept = saved_bytes(block, model, at, seq_len, platform.constants)
+    rate = np.minimum(machine.pcie, machine.host * HOST_RATE / _ranks_of_a_host(at, machine))
+    found: Floats = kept * at.microbatch * seq_len / at.cp / rate
+    return np.where(at.offloads_activations, found, 0.0)
 
 
 def _kinds(held: Parameters, at: Layouts) -> list[tuple[Floats, StateSharing]]:
@@ -287,7 +310,7 @@ def _sharded(
         gathered = _talk(ALL_GATHER, constants.weight_bytes * count, ranks, shared.stride, slow)
         summed = _talk(REDUCE_SCATTER, size, ranks, shared.stride, slow)
         brought = constants.weight_bytes * count / ranks / platform.machine.pcie
-        gathered = gathered + np.where(at.offload >= 2, brought, 0.0)
+        gathered = gathered + np.where(at.offloads_params, brought, 0.0)
         gather, scatter = gather + gathered + calls, scatter + summed + calls
         if np.any(shared.copies > 1):
             apart = shared.stride * ranks

@@ -85,6 +85,8 @@ class BlockTerms:
         saved_routed: of `saved`, rows of tokens on the ranks of their experts.
         saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
             up-projections) makes again.
+        deferred: elements that the gradients of linear layers' weights are computed from: inputs,
+            once each, and gradients of outputs.
         working: gradients of the widest inner tensors at once, in its backward; 0 where kernels are
             fused, whose memory is fitted.
         weights: parameters by what divides them: tensor parallelism, nothing, experts; `copied`
@@ -119,8 +121,12 @@ class BlockTerms:
     saved_modules_outside: Floats
     saved_routed_inside: Floats
     saved_routed_outside: Floats
+    deferred_inside: Floats
+    deferred_outside: Floats
+    deferred_whole: Floats
     working_inside: Floats
     working_outside: Floats
+    working_whole: Floats
     copied_units: Floats
     weights_inside: Floats
     weights_copied: Floats
@@ -276,22 +282,41 @@ def _routed(block: BlockShape, views: Sequence[str], *splits: str) -> float:
     )
 
 
-def _working(block: BlockShape, *, outside: bool) -> float:
+def _working(block: BlockShape) -> dict[str, float]:
     """Bytes of the gradients of the widest inner tensors at once, as the replay of a step takes
-    them (`cost.replayed_blocks`): of two, or of an experts' output that is weighted in fp32."""
+    them (`cost.replayed_blocks`), by what divides them: of two, or of an experts' output that is
+    weighted in fp32, which every tensor rank has of all tokens."""
     rows = [p for p in block.products if p.split in ("row", "outside")]
     last = {p.name.rpartition(".")[0] or p.name: p for p in block.products if p.groups > 1}
-    found = [2.0 * 2.0 * p.k * p.count for p in rows if (p.split == "outside") == outside]
-    if outside:
-        found += [p.n * p.count * (3 * 4 + 2.0) for p in last.values() if p in rows]
-    found += [
-        2.0 * row.bytes
-        for row in block.saved
-        if row.view in ("eager", "both") and not row.square
-        if not row.name.startswith(("input", *last))
-        if (row.split in ("outside", "whole")) == outside
-    ]
-    return max(found, default=0.0)
+    found = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
+    for p in rows:
+        split = "inside" if p.split == "row" else "whole"
+        found[split] = max(found[split], 2.0 * 2.0 * p.k * p.count)
+    weighted = [p.n * p.count * (3 * 4 + 2.0) for p in last.values() if p in rows]
+    found["whole"] = max(found["whole"], *weighted, 0.0)
+    for row in block.saved:
+        shown = row.view in ("eager", "both") and not row.square
+        if shown and not row.name.startswith(("input", *last)):
+            split = _divided(row.split)
+            found[split] = max(found[split], 2.0 * row.bytes)
+    return found
+
+
+def _deferred(block: BlockShape) -> dict[str, float]:
+    """Elements per token from which the gradients of linear layers' weights are computed, by what
+    divides them; an input that several matmuls read is kept once."""
+    found = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
+    inputs = set()
+    output = {"column": "inside", "vocab": "inside", "outside": "outside"}
+    for p in block.products:
+        if p.frozen or p.bare:
+            continue
+        found[output.get(p.split, "whole")] += p.n * p.count
+        source = p.input or p.name
+        if source not in inputs:
+            found["inside" if p.split == "row" else "outside"] += p.k * p.count
+        inputs.add(source)
+    return found
 
 
 def _inputs(block: BlockShape, *, outside: bool) -> float:
@@ -371,6 +396,8 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     passes = sum(m.forward for m in squares) / heads
     passes_backward = sum(m.backward for m in squares) / heads
     others = len(products) + len(block.attention)
+    deferred = _deferred(block)
+    working = _working(block) if eager and layer else {}
     return BlockTerms(
         layer=layer,
         reductions=len({p.name.split(".")[0] for p in products if p.split == "row" and not p.lora}),
@@ -436,8 +463,12 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         saved_modules_outside=_one(_of_modules(block, outside=True)),
         saved_routed_inside=_one(_routed(block, views, "inside")),
         saved_routed_outside=_one(_routed(block, views, "outside", "whole")),
-        working_inside=_one(_working(block, outside=False) if eager and layer else 0.0),
-        working_outside=_one(_working(block, outside=True) if eager and layer else 0.0),
+        deferred_inside=_one(deferred["inside"]),
+        deferred_outside=_one(deferred["outside"]),
+        deferred_whole=_one(deferred["whole"]),
+        working_inside=_one(working.get("inside", 0.0)),
+        working_outside=_one(working.get("outside", 0.0)),
+        working_whole=_one(working.get("whole", 0.0)),
         copied_units=_one(max(units, 1)),
         weights_inside=weights("inside"),
         weights_copied=weights("copied"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.layout_batch import OFFLOADED, offload_number
 from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.layouts import tensor_degrees
 from hocket.planning.pins import Pins
@@ -57,7 +56,7 @@ def explain_layout(
     """
     given = dict(pins or {})
     if best.layout.offload != "none":  # nothing fits without: what is compared offloads as well
-        given["offload"] = OFFLOADED[offload_number(best.layout)]
+        given["offload"] = best.layout.offload
     return (
         *_winner(problem, best),
         *_losers(problem, best, objective, given, here),

@@ -55,7 +55,8 @@ class LayoutForecast:
             recomputed) over the dense rate.
         memory: bytes expected on the peak GPU; `memory_high` at the 95th percentile.
         memory_by_kind: `memory` by what it holds.
-        host_memory: bytes of state that a node's ranks keep in the host's memory.
+        host_memory: bytes that a node's ranks keep in the host's memory.
+        fits_host: whether they fit there.
         fits: whether a process can have what is expected, and the host what it keeps
             (`planning.fit`).
         tight: whether it fits and `memory_high` leaves less than the headroom free.
@@ -91,6 +92,7 @@ class LayoutForecast:
     tight: bool = False
     num_similar: int = 0
     host_memory: int = 0
+    fits_host: bool = True
     tools: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
@@ -153,7 +155,9 @@ def layout_forecast(
     }
     peak = float(held.peak[0])
     on_host = float(problem.host_memory(at)[0])
-    enough = bool(fits_memory(held, gpu.usable)[0]) and fits_host(on_host, problem.cluster.node)
+    ranks = on_host / max(float(held.host[0]), 1.0)
+    on_hosts = bool(fits_host(on_host, float(held.pinned[0]) * ranks, problem.cluster.node))
+    enough = bool(fits_memory(held, gpu.usable)[0]) and on_hosts
     known["buffers and context"] = peak - sum(known.values())
     unsupported = [one.reason(layout) for one in absent(layout)]
     unsupported += [
@@ -174,6 +178,7 @@ def layout_forecast(
         memory_high=round(float(row.high[0])),
         memory_by_kind={name: round(value) for name, value in known.items()},
         host_memory=round(on_host),
+        fits_host=on_hosts,
         fits=enough,
         tight=enough and bool(row.high[0] > problem.usable),
         bubble=waiting / pipeline if pipeline else 0.0,

@@ -30,10 +30,8 @@ import numpy as np
 
 from hocket.cost.layout_batch import (
     NAMES,
-    OFFLOADED,
     SCHEDULES,
     Layouts,
-    offload_number,
     schedule_number,
 )
 from hocket.cost.terms import Floats
@@ -42,7 +40,7 @@ from hocket.schedules.registry import compute
 from hocket.spec import legality
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError
-from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
+from hocket.spec.layout import AXES, OFFLOAD, RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
@@ -77,12 +75,15 @@ def legal_layouts(
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
     base = _with_batches(meshes, shape, global_batch, pins)
     parts: list[dict[str, Floats]] = []
-    offload = OFFLOADED.index(pins.get("offload", "none"))
+    offload = pins.get("offload", "none").split("+")
     for option in _options(pins, here):
         schedule, zero, recompute, parallel = option
         if option[2] == "selective" and not selective and "recompute" not in pins:
             continue
-        if offload == OFFLOADED.index("params") and zero != 3:
+        if "params" in offload and zero != 3:
+            continue
+        # Under full recompute a layer saves its input alone; what deferred gradients need stays.
+        if "activations" in offload and (recompute == "full" or schedule in LATE):
             continue
         keep = _allowed(base, option, seq_len=seq_len, pins=pins)
         chosen = {name: column[keep] for name, column in base.items()}
@@ -94,7 +95,7 @@ def legal_layouts(
             ("sequence_parallel", parallel),
         ):
             chosen[name] = np.full(count, float(value))
-        chosen["offload"] = np.full(count, float(offload))
+        chosen["offload"] = np.full(count, float(OFFLOAD.index("+".join(offload))))
         chosen["shard"] = chosen["dp"]
         parts += _sharded(chosen, zero, domain, pins=pins)
     names = [field.name for field in dataclasses.fields(Layouts)]
@@ -139,7 +140,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         shard=row["shard"] if row["zero"] and row["shard"] != row["dp"] else None,
         recompute=RECOMPUTE[row["recompute"]],
         sequence_parallel=bool(row["sequence_parallel"]),
-        offload=OFFLOADED[row["offload"]],
+        offload=OFFLOAD[row["offload"]],
     )
 
 
@@ -173,7 +174,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "sequence_parallel": layout.sequence_parallel,
         "schedule": schedule,
         "lighter": layout.pipeline_split == "light-ends",
-        "offload": offload_number(layout),
+        "offload": OFFLOAD.index(layout.offload),
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
@@ -286,8 +287,14 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
         return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
     if pins.get("sequence_parallel") and pins.get("tp") == 1:
         return "sequence_parallel shards sequences over tensor ranks, and tp is pinned at 1"
-    if pins.get("offload") == "params" and pins.get("zero", 3) != 3:
-        return f"offload=params needs zero=3, and zero is pinned at {pins['zero']}"
+    offload = pins.get("offload", "none")
+    if "params" in offload and pins.get("zero", 3) != 3:
+        return f"offload={offload} needs zero=3, and zero is pinned at {pins['zero']}"
+    if "activations" in offload and pins.get("recompute") == "full":
+        return (
+            "recompute=full saves a layer's input alone, which stays on the GPU under "
+            f"offload={offload}; recompute=selective works with it"
+        )
     if "shard" in pins and pins.get("zero") == 0:
         return f"shard {pins['shard']} applies to ZeRO, and zero is pinned at 0"
     return None
@@ -444,7 +451,7 @@ def _allowed(
         keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
     else:
         keep = np.zeros(len(pp), dtype=bool)
-    if zero and "zero" not in pins and pins.get("offload") != "params":
+    if zero and "zero" not in pins and "params" not in pins.get("offload", "none"):
         keep = keep & (base["dp"] > 1)
     if zero == 2 and "zero" not in pins:
         # Of a pipeline's many microbatches every one would be summed apart; nobody does that.

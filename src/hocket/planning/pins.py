@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hocket.cost.layout_batch import NAMES, OFFLOADED
+from hocket.cost.layout_batch import NAMES
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 
@@ -65,12 +65,6 @@ def layout_pins(texts: Sequence[str]) -> dict[str, Any]:
         if found.get(key, again) != again:
             raise OptionError(f"--pin gives {key} twice: {found[key]} and {again}")
         found[key] = again
-        if key == "offload" and found[key] not in OFFLOADED:
-            raise OptionError(
-                f"--pin offload={found[key]}: activations in the host's memory have no price; "
-                "only state is planned there",
-                hint="--pin offload=optimizer",
-            )
         if key == "schedule" and found[key] not in NAMES:
             message, hint = unknown("schedule", str(found[key]), NAMES)
             raise OptionError(f"--pin: {message}", hint=hint)

@@ -10,8 +10,7 @@ import numpy as np
 from hocket.catalogue.hardware import cluster as find_cluster
 from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
-from hocket.cost.layout_batch import OFFLOADED
-from hocket.planning.fit import HEADROOM, fits_host
+from hocket.planning.fit import HEADROOM
 from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.goodput import Goodput
 from hocket.planning.layouts import layout_at, row
@@ -23,6 +22,7 @@ from hocket.planning.search import (
     Scored,
     SearchResult,
     estimate_layouts,
+    score,
     search_layouts,
     simulate_all,
 )
@@ -30,7 +30,7 @@ from hocket.planning.tools.emit import TOOLS, tool_reasons
 from hocket.spec import renamed
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.layout import Layout, divisors
+from hocket.spec.layout import OFFLOAD, Layout, divisors
 from hocket.spec.precision import default_grad_dtype
 from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes
@@ -233,10 +233,8 @@ def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
         notes.append("Threads of one process are estimated as processes, one per GPU.")
     if found.host_memory:
         notes.append(_of_hosts(problem, found.host_memory))
-    if not fits_host(found.host_memory, problem.cluster.node):
+    if not found.fits_host:
         notes.append("It does not fit the hosts.")
-    if layout.offloads("activations"):
-        notes.append("Time and memory are those with activations on the GPUs.")
     if not found.fits and found.memory > problem.cluster.node.gpu.usable:
         notes.append(
             f"It does not fit: {format_bytes(found.memory)} are expected, of "
@@ -399,28 +397,34 @@ def _fits_adapters(problem: Problem, pins: Pins | None) -> bool:
 
 
 def _offloaded(problem: Problem, objective: str, pins: Pins | None) -> SearchResult | None:
-    """What fits with state in the host's memory, as this hocket offloads it; the optimizer's alone
-    where that is enough. None: nothing, or other software's layouts are asked for."""
+    """The best that fits with state or activations in the host's memory, as this hocket offloads
+    them. None: nothing, or other software's layouts are asked for."""
     if problem.stack != OWN or "offload" in (pins or {}):
         return None
-    for kind in OFFLOADED[1:]:
+    fitting = []
+    for kind in OFFLOAD[1:]:
         try:
             asked = {**(pins or {}), "offload": kind}
             found = search_layouts(problem, objective=objective, pins=asked, here=True)
-        except OptionError:  # pinned to a ZeRO stage that it cannot have
+        except OptionError:  # pinned to a ZeRO stage or recompute that it cannot have
             continue
         if found.num_fitting:
-            return found
-    return None
+            fitting.append(found)
+    return min(fitting, key=lambda found: float(score(found.best, objective)[0]), default=None)
 
 
 def _in_host_memory(problem: Problem, found: SearchResult, pins: Pins | None) -> list[str]:
     """That nothing fits without offload, what it takes of the hosts, and what would do without."""
     at = found.best.layouts.take(np.arange(1))
-    what = {"optimizer": "the optimizer's state", "params": "parameters and optimizer state"}
-    kind = OFFLOADED[int(at.offload[0])]
+    what = {
+        "optimizer": "the optimizer's state",
+        "params": "parameters and optimizer state",
+        "activations": "what layers save for backward",
+    }
+    kinds = OFFLOAD[int(at.offload[0])].split("+")
+    kept = " and ".join(what[kind] for kind in kinds)
     notes = [
-        f"Nothing fits with all state on the GPUs; these keep {what[kind]} in the hosts' memory.",
+        f"Nothing fits with everything on the GPUs; these keep {kept} in the hosts' memory.",
         _of_hosts(problem, round(float(problem.host_memory(at)[0]))),
     ]
     replace = dataclasses.replace
@@ -429,17 +433,17 @@ def _in_host_memory(problem: Problem, found: SearchResult, pins: Pins | None) ->
         ways = {"--grad-dtype bf16": replace(problem, grad_dtype="bf16"), **ways}
     enough = [flag for flag, narrower in ways.items() if _fits(narrower, pins)]
     if enough:
-        notes.append(f"With {' or '.join(enough)} all state fits on the GPUs.")
+        notes.append(f"With {' or '.join(enough)} everything fits on the GPUs.")
     return notes
 
 
 def _of_hosts(problem: Problem, held: int) -> str:
-    """What offloaded state takes of a node's memory, and what its time is estimated by."""
+    """What that which is offloaded takes of a node's memory, and what its time is estimated by."""
     node = problem.cluster.node
     has = f" of {format_bytes(node.host_memory)}" if node.host_memory else ""
     rate = "" if node.host_bandwidth else ", the host's memory taken as two channels for each GPU"
     return (
-        f"The hosts' memory: {format_bytes(held)}{has} a node. The time of offloaded state is "
+        f"The hosts' memory: {format_bytes(held)}{has} a node. The time that offload takes is "
         f"estimated from data sheets{rate}; no GPU node was measured."
     )
 
@@ -472,7 +476,7 @@ def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> Lay
     if runnable is not None and runnable != smallest:
         text += f"; {runnable.name} with what this version runs"
     if problem.stack == OWN and "offload" not in (pins or {}):
-        there = smallest_cluster(problem, {**(pins or {}), "offload": OFFLOADED[1]}, here=True)
+        there = smallest_cluster(problem, {**(pins or {}), "offload": "optimizer"}, here=True)
         if there is not None and there.num_gpus < smallest.num_gpus:
             text += f"; {there.name} with the optimizer's state in the hosts' memory"
     if _fits_adapters(problem, pins):

@@ -285,10 +285,9 @@ class Problem:
             held = [sum(own) for own in stages]
             flight = [0.0] * pp
             if bent and pp > 1:
-                flight = [
-                    float(bent_in_flight(*map(np.float64, (*own, pp, bent, rank))))
-                    for rank, own in enumerate(stages)
-                ]
+                down, up = np.array(stages, dtype=np.float64).T
+                both = np.full(pp, float(pp)), np.full(pp, float(bent))
+                flight = bent_in_flight(down, up, *both, np.arange(float(pp))).tolist()
             early = stages[0][0] - held[0] / len(stages[0])
             inner = max(flight[1:], default=0.0)
             self._known[layout, bent] = held[0], held[-1], max(held), early, flight[0], inner
@@ -305,14 +304,23 @@ class Problem:
             high: their `high_memory`, where it is known.
         """
         high = self.high_memory(layouts) if high is None else high
-        return (high <= self.usable) & fits_host(self.host_memory(layouts), self.cluster.node)
+        fits = high <= self.usable
+        if np.any(layouts.offload):
+            held = self.memory(layouts)
+            ranks = self._ranks_of_a_host(layouts)
+            fits &= fits_host(held.host * ranks, held.pinned * ranks, self.cluster.node)
+        return fits
 
     def host_memory(self, layouts: Layouts) -> Floats:
-        """Bytes of a host that its ranks keep state in, [r]."""
+        """Bytes of a host that its ranks keep state and activations in, [r]."""
         if not np.any(layouts.offload):
             return np.zeros(len(layouts))
+        return self.memory(layouts).host * self._ranks_of_a_host(layouts)
+
+    def _ranks_of_a_host(self, layouts: Layouts) -> Floats:
         ranks = layouts.dp * layouts.cp * layouts.tp * layouts.pp
-        return self.memory(layouts).host * np.minimum(self.cluster.node.num_gpus, ranks)
+        found: Floats = np.minimum(self.cluster.node.num_gpus, ranks)
+        return found
 
     def high_memory(self, layouts: Layouts) -> Floats:
         """Bytes of the peak GPU at the 95th percentile, [r]; what must fit."""

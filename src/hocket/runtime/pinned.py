@@ -13,6 +13,8 @@ import os
 import torch
 from torch import Tensor
 
+from hocket.spec.capabilities import PINNED_SHARE
+
 STEPS = 8
 """Sizes between a power of two and the next: at most an eighth of a buffer is unused."""
 
@@ -21,8 +23,8 @@ class PinnedPool:
     """Buffers of bytes.
 
     Args:
-        limit: bytes that are allocated at most. None: half of the machine's memory, divided by
-            its GPUs.
+        limit: bytes that are allocated at most. None: `PINNED_SHARE` of the machine's memory,
+            divided by its GPUs.
         pin: lock the pages; False for CPU ranks.
 
     Attributes:
@@ -63,4 +65,4 @@ def _rounded_bytes(nbytes: int) -> int:
 
 def _share_of_host() -> int:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(pages // 2 // max(1, torch.cuda.device_count()))
+    return int(pages * PINNED_SHARE / max(1, torch.cuda.device_count()))

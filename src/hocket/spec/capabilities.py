@@ -127,6 +127,10 @@ def refused_precision(
     return None
 
 
+PINNED_SHARE = 0.5
+"""Share of a machine's memory that offloaded activations may take, of all its GPUs together; what
+goes beyond it stays on the device."""
+
 OFFLOADED_BYTES = 1 << 16
 """Tensors smaller than this stay on the device where activations are offloaded: a copy has a cost
 of its own."""
