@@ -119,6 +119,34 @@ def test_a_batch_that_is_not_in_a_list_is_rejected(method) -> None:
 
 
 @pytest.mark.torch
+def test_other_bad_input_of_a_loop_is_rejected() -> None:
+    import torch
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    ids = torch.randint(0, 96, (2, 9))
+    model = _llama()
+    parallel = hocket.parallelize(model, "dp1")
+    with pytest.raises(hocket.HocketError, match="at least one microbatch"):
+        parallel.forward_backward([])
+    with pytest.raises(hocket.HocketError, match="of another shape than input_ids"):
+        parallel.evaluate([{"input_ids": ids, "labels": ids[:, 1:]}])
+    for prompts in ("text", ["text"], ids[0], ids.float(), [[1.5]], [3, 4], [["a"]]):
+        with pytest.raises(hocket.HocketError, match="token ids"):
+            parallel.generate(prompts)  # type: ignore[arg-type]
+    assert parallel.generate(ids.numpy(), max_new_tokens=2) == parallel.generate(
+        ids, max_new_tokens=2
+    )
+    with pytest.raises(hocket.HocketError, match="parallelized already, as dp1"):
+        hocket.parallelize(model, "dp1")
+    with torch.device("meta"):
+        empty = _llama()
+    with pytest.raises(hocket.HocketError, match="has no values"):
+        hocket.parallelize(empty, "dp1")
+
+
+@pytest.mark.torch
 def test_shifted_labels_are_taken_where_it_is_said() -> None:
     import torch
 

@@ -19,6 +19,7 @@ def generate(
     from hocket.schedules.registry import build_schedule
     from hocket.serving.padded import Engine
     from hocket.serving.request import SamplingParams
+    from hocket.serving.row_trial import trial_rows
     from hocket.training.build import build_model
 
     found: list[Any] = []
@@ -39,8 +40,9 @@ def generate(
         schedule = build_schedule(spec.layout, spec.layout.microbatches or 1)
         try:
             _, skeleton, _, parallel = build_model(spec, mesh, schedule)
+            rows = trial_rows(skeleton.config, parallel.stages[0].dtype)
             engine = Engine(
-                parallel.stages, mesh, skeleton.config, stage_ranks=schedule.stage_ranks
+                parallel.stages, mesh, skeleton.config, stage_ranks=schedule.stage_ranks, rows=rows
             )
             before = {tuple(row[k] for k in ("name", "axis")): row["count"] for row in
                       mesh.recorder.collectives()}  # fmt: skip

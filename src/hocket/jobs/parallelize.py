@@ -74,6 +74,7 @@ def parallelize(
     from hocket.spec.schedule import Schedule
     from hocket.training.parallel_model import ParallelModel, WholeModule
 
+    _require_fresh(module)
     order = schedule if isinstance(schedule, Schedule) else None
     if isinstance(schedule, str):
         fields["schedule"] = schedule
@@ -120,8 +121,27 @@ def parallelize(
     )  # fmt: skip
     assert isinstance(parallel, ParallelModel)
     parallel.whole = whole
+    module._hocket_layout = str(layout)  # type: ignore[assignment]
     parallel.generator = _generate if hugging_face else None
     return parallel
+
+
+def _require_fresh(module: nn.Module) -> None:
+    """Raises ModelError for a module that is parallelized already, or has no values."""
+    from hocket.spec.errors import ModelError
+
+    before = getattr(module, "_hocket_layout", None)
+    if before is not None:
+        raise ModelError(
+            f"this module is parallelized already, as {before}, and has this rank's values alone",
+            hint="model = AutoModelForCausalLM.from_pretrained(FOLDER)",
+        )
+    empty = next((name for name, value in module.named_parameters() if value.is_meta), None)
+    if empty is not None:
+        raise ModelError(
+            f"the module has no values: {empty} is on the meta device",
+            hint="model = AutoModelForCausalLM.from_pretrained(FOLDER)",
+        )
 
 
 def _no_context(layout: Layout, hugging_face: bool) -> Exception:
@@ -146,6 +166,7 @@ def _generate(
 ) -> list[list[int]]:
     from hocket.serving.padded import Engine
     from hocket.serving.request import SamplingParams
+    from hocket.serving.row_trial import trial_rows
 
     config = parallel.whole.config
     if "stop" not in sampling:
@@ -158,6 +179,7 @@ def _generate(
         config,
         stage_ranks=None if parallel.schedule is None else parallel.schedule.stage_ranks,
         replicas=True,
+        rows=trial_rows(config, parallel.stages[0].dtype),
     )
     return engine.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens, **sampling))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -22,6 +23,12 @@ from hocket.spec.errors import ModelError
 
 NUM_LAYERS = 4
 VOCABULARY = 128
+
+GAIN = 1.5
+"""Standard deviation of a random matrix's entries, times the root of its number of inputs."""
+
+OFFSET = 0.3
+"""Standard deviation of what is added to the initial value of norms and biases."""
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "emb_dim")
 _LAYERS = (
@@ -111,6 +118,37 @@ class ProxyModel:
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=0.05)
         return model.eval()
+
+
+def spread_weights(model: nn.Module, seed: int) -> None:
+    """Scale random weights so that logits differ by whole units and every parameter matters.
+
+    Initial values make almost uniform logits, hide a norm that is left out (its weight is one) and
+    a bias that is added twice (it is zero). Matrices get entries of the standard deviation that
+    keeps the size of their input; vectors move away from their initial value, and so do buffers
+    that are saved as biases (such as those of routers).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(draw(parameter), alpha=OFFSET)
+                continue
+            own = float(parameter.std())
+            inputs = parameter.shape[-1] if parameter.dim() == 2 else max(parameter.shape[-2:])
+            wanted = GAIN / math.sqrt(inputs)
+            if own > 0:
+                parameter.mul_(wanted / own)
+            else:
+                parameter.copy_(draw(parameter) * wanted)
+        saved = set(model.state_dict())
+        for name, buffer in model.named_buffers():
+            if name in saved and "bias" in name.rsplit(".", 1)[-1] and buffer.is_floating_point():
+                buffer.add_(draw(buffer), alpha=OFFSET)
 
 
 def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:

@@ -19,6 +19,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.schedules.registry import build_schedule
     from hocket.serving.padded import Engine
     from hocket.serving.request import SamplingParams
+    from hocket.serving.row_trial import trial_rows
     from hocket.training.build import build_model, join_world
 
     spec = RunSpec.from_json(payload["spec"])
@@ -32,6 +33,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         skeleton.config,
         stage_ranks=None if schedule is None else schedule.stage_ranks,
         positions=source.dimensions.max_positions,
+        rows=trial_rows(skeleton.config, parallel.stages[0].dtype),
     )
 
     def tell(number: int, tokens: list[int | None]) -> None:

@@ -24,16 +24,9 @@ from hocket.spec.errors import HocketError
 from hocket.spec.served_check import COMPARISONS, ServedCheck, ServedComparison, equal_limit
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from hocket.launch import RankContext
-
-GAIN = 1.5
-"""Standard deviation of a random matrix's entries, times the root of its number of inputs."""
-
-OFFSET = 0.3
-"""Standard deviation of what is added to the initial value of norms and biases."""
-
 
 # --- random weights --------------------------------------------------------------------------
 
@@ -62,7 +55,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
 
     from hocket.models import skeleton
     from hocket.models.plain import save_plain
-    from hocket.models.proxy import switched_proxy
+    from hocket.models.proxy import spread_weights, switched_proxy
     from hocket.serving.engine.refusal import longest_sequence
 
     code = Path(payload["code"]) if payload.get("code") else None
@@ -80,7 +73,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
                 parameter.normal_(std=0.02)
             model.initialize_weights()
             model.tie_weights()
-    spread(model, payload["seed"])
+    spread_weights(model, payload["seed"])
     folder = Path(payload["folder"])
     save_plain(model, folder)
     if code is not None:
@@ -94,39 +87,6 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "switches": switches,
     }
-
-
-def spread(model: nn.Module, seed: int) -> None:
-    """Scale random weights so that logits differ by whole units and every parameter matters.
-
-    Initial values make almost uniform logits, hide a norm that is left out (its weight is one) and
-    a bias that is added twice (it is zero). Matrices get entries of the standard deviation that
-    keeps the size of their input; vectors move away from their initial value, and so do buffers
-    that are saved as biases (such as those of routers).
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator).to(like.dtype)
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() < 2:
-                parameter.add_(draw(parameter), alpha=OFFSET)
-                continue
-            own = float(parameter.std())
-            inputs = parameter.shape[-1] if parameter.dim() == 2 else max(parameter.shape[-2:])
-            wanted = GAIN / math.sqrt(inputs)
-            if own > 0:
-                parameter.mul_(wanted / own)
-            else:
-                parameter.copy_(draw(parameter) * wanted)
-        saved = set(model.state_dict())
-        for name, buffer in model.named_buffers():
-            if name in saved and "bias" in name.rsplit(".", 1)[-1] and buffer.is_floating_point():
-                buffer.add_(draw(buffer), alpha=OFFSET)
 
 
 # --- the comparison --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Engine: generation of padded rows with a cache, over tensor- and pipeline-parallel ranks.
+"""Engine: generation by a model's own code and cache, over tensor- and pipeline-parallel ranks.
 
 One round makes one token per row. It passes through the stages in order; the last one chooses
 the tokens and tells them to all others:
@@ -8,18 +8,23 @@ the tokens and tells them to all others:
     last stage     norm, head -> logits of the last position -> tokens (3)
     all            tokens [B], broadcast over the pipeline             (4)
 
-S is the longest prompt in the first round and 1 afterwards. Shorter prompts are padded on the
-left and masked. Legend: B rows, S positions of one round, H hidden, V vocabulary.
+How rows run together is `Rows`, which `serving.row_trial` chooses: padded on the left and masked
+(S is the longest prompt in the first round and 1 afterwards), in batches of equal length, or each
+by itself and whole in every round.
+
+Legend: B rows, S positions of one round, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Cache
 
 from hocket.runtime import collectives
 from hocket.runtime.mesh import Mesh
@@ -28,6 +33,8 @@ from hocket.runtime.tensor_parallel.layers import VocabParallelHead
 from hocket.serving.cache import StageCache, held_layers
 from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
 from hocket.serving.sampling import VocabularyRange, next_tokens
+
+Rows = Literal["padded", "equal", "whole"]
 
 OnTokens = Callable[[int, "list[int | None]"], None]
 """Called with the number of the round and, per row, its token; None for a row that has ended."""
@@ -43,6 +50,8 @@ class Engine:
         stage_ranks: stage to pipeline index that holds it. None: stage i lies on index i.
         positions: positions the model has; None: no bound.
         replicas: data ranks may each continue prompts of their own.
+        rows: how rows run together. Where rows of several lengths are padded or a cache is kept,
+            the model's code must give what it gives for each row by itself.
 
     Raises:
         LayoutError: there are data ranks, and `replicas` is not set.
@@ -57,6 +66,7 @@ class Engine:
         stage_ranks: Sequence[int] | None = None,
         positions: int | None = None,
         replicas: bool = False,
+        rows: Rows = "whole",
     ) -> None:
         if not replicas:
             refuse_replicas(mesh.layout)
@@ -67,6 +77,9 @@ class Engine:
         self.stage_ranks = tuple(range(num_stages)) if stage_ranks is None else tuple(stage_ranks)
         self.positions = positions
         self.vocabulary = VocabularyRange(axis=mesh.axis("tp"))
+        self.rows = rows
+        argument = cache_argument(stages[0].module)
+        self.cache_argument = "past_key_values" if argument is None else argument
         for stage in stages:
             stage.module.eval()
             if stage.is_last:
@@ -86,26 +99,12 @@ class Engine:
                 the model has.
         """
         check_prompts(prompts, options, int(self.config.vocab_size), self.positions)
-        device, rows = self.mesh.device, len(prompts)
-        longest = max(map(len, prompts))
-        tokens = torch.zeros(rows, longest, dtype=torch.long)
-        mask = torch.zeros(rows, longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        tokens, mask = tokens.to(device), mask.to(device)
-        positions = (mask.cumsum(dim=-1) - 1).clamp_min(0)
-        caches = {
-            index: StageCache(
-                self.config, held_layers(stage.module, stage.plan) or range(self._num_layers)
-            )
-            for index, stage in self.stages.items()
-        }
+        batches = [self._batch(rows, prompts) for rows in _together(prompts, self.rows)]
+        order = torch.tensor([row for batch in batches for row in batch.rows])
         found: list[list[int]] = [[] for _ in prompts]
-        ended = [False] * rows
+        ended = [False] * len(prompts)
         for count in range(options.max_new_tokens):
-            batch = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
-            chosen = self._round(batch, caches, options, count)
+            chosen = self._round(batches, order.argsort(), options, count)
             emitted: list[int | None] = []
             for row, token in enumerate(chosen.tolist()):
                 ended[row] = ended[row] or token in options.stop
@@ -116,50 +115,136 @@ class Engine:
                 on_tokens(count, emitted)
             if all(ended):
                 break
-            tokens = chosen.unsqueeze(-1)
-            positions = positions[:, -1:] + 1
-            mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=-1)
+            for batch in batches:
+                batch.append(chosen[batch.rows])
         return found
+
+    def _batch(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> Batch:
+        longest = max(len(prompts[row]) for row in rows)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for place, row in enumerate(rows):
+            tokens[place, longest - len(prompts[row]) :] = torch.tensor(prompts[row])
+            mask[place, longest - len(prompts[row]) :] = 1
+        device = self.mesh.device
+        caches: dict[int, StageCache] | None = None
+        if self.rows != "whole":
+            caches = {
+                index: StageCache(
+                    self.config, held_layers(stage.module, stage.plan) or range(self._num_layers)
+                )
+                for index, stage in self.stages.items()
+            }
+        return Batch(rows, tokens.to(device), mask.to(device), caches)
 
     @property
     def _num_layers(self) -> int:
         return int(self.config.get_text_config(decoder=True).num_hidden_layers)
 
     def _round(
-        self,
-        batch: dict[str, Tensor],
-        caches: dict[int, StageCache],
-        options: SamplingParams,
-        count: int,
+        self, batches: Sequence[Batch], place: Tensor, options: SamplingParams, count: int
     ) -> Tensor:
-        """One token per row, known on every rank: [B]."""
+        """One token per row, known on every rank: [B]. `place`: of each row in the batches."""
         axis, recorder = self.mesh.axis("pp"), self.mesh.recorder
-        here = axis.index
+        chosen = batches[0].tokens.new_empty(len(place))
+        logits = self.row_logits(batches, place)
+        if logits is not None:  # (3)
+            chosen = next_tokens(logits, options, count, self.vocabulary, recorder)
+        collectives.broadcast(chosen, axis, recorder, source=self.stage_ranks[-1])  # (4)
+        return chosen
+
+    def row_logits(self, batches: Sequence[Batch], place: Tensor) -> Tensor | None:
+        """Of the last position of each row, [B, V of this rank]; None where the last stage is not
+        here. `place`: of each row in the batches."""
+        found = [self._logits(batch) for batch in batches]
+        last = [logits for logits in found if logits is not None]
+        return torch.cat(last)[place.to(self.mesh.device)] if last else None
+
+    def _logits(self, batch: Batch) -> Tensor | None:
+        """Of the last position, [B, V of this rank]; None where the last stage is not here."""
+        axis, recorder = self.mesh.axis("pp"), self.mesh.recorder
+        here, given = axis.index, batch.given
         hidden: Tensor | None = None
-        chosen = batch["input_ids"].new_empty(batch["input_ids"].shape[0])
         for index, where in enumerate(self.stage_ranks):
             if where != here:
                 continue
             stage = self.stages[index]
             if index > 0 and self.stage_ranks[index - 1] != here:  # (2)
                 hidden = torch.empty(
-                    stage.hidden_shape(batch), dtype=stage.dtype, device=self.mesh.device
+                    stage.hidden_shape(given), dtype=stage.dtype, device=self.mesh.device
                 )
                 collectives.irecv(hidden, axis, self.stage_ranks[index - 1], recorder).wait()
-            output = stage.output(  # (1)
-                batch, hidden, past_key_values=caches[index], use_cache=True, **_last_only(stage)
-            )
-            if stage.is_last:  # (3)
-                chosen = next_tokens(
-                    output.logits[:, -1], options, count, self.vocabulary, recorder
-                )
-                continue
+            cache: dict[str, Any] = {}
+            if batch.caches is not None:
+                cache = {self.cache_argument: batch.caches[index], "use_cache": True}
+            output = stage.output(given, hidden, **cache, **_last_only(stage))  # (1)
+            if stage.is_last:
+                logits: Tensor = output.logits[:, -1]
+                return logits
             hidden = output
             if self.stage_ranks[index + 1] != here:
                 sent = hidden.contiguous()
                 collectives.isend(sent, axis, self.stage_ranks[index + 1], recorder).wait()
-        collectives.broadcast(chosen, axis, recorder, source=self.stage_ranks[-1])  # (4)
-        return chosen
+        return None
+
+
+class Batch:
+    """Rows that run together.
+
+    Attributes:
+        rows: which. tokens, mask: [B, S], so far. caches: by stage; None: the whole rows run.
+        given: what the model is given in the next round.
+    """
+
+    def __init__(
+        self,
+        rows: list[int],
+        tokens: Tensor,
+        mask: Tensor,
+        caches: dict[int, StageCache] | None,
+    ) -> None:
+        self.rows, self.tokens, self.mask, self.caches = rows, tokens, mask, caches
+        self.given = self._given(tokens.shape[1])
+
+    def append(self, chosen: Tensor) -> None:
+        """One more token for each row, [B]."""
+        self.tokens = torch.cat([self.tokens, chosen.unsqueeze(-1)], dim=-1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=-1)
+        self.given = self._given(self.tokens.shape[1] if self.caches is None else 1)
+
+    def _given(self, last: int) -> dict[str, Tensor]:
+        """The last tokens, their positions, and the mask of all; of whole rows the tokens alone, as
+        a class may number them in its own way (RoBERTa from 2)."""
+        if self.caches is None:
+            return {"input_ids": self.tokens}
+        positions = (self.mask.cumsum(dim=-1) - 1).clamp_min(0)
+        return {
+            "input_ids": self.tokens[:, -last:],
+            "position_ids": positions[:, -last:],
+            "attention_mask": self.mask,
+        }
+
+
+def _together(prompts: Sequence[Sequence[int]], rows: Rows) -> list[list[int]]:
+    """The numbers of the rows that run together."""
+    if rows == "padded":
+        return [list(range(len(prompts)))]
+    if rows == "whole":
+        return [[row] for row in range(len(prompts))]
+    found: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        found.setdefault(len(prompt), []).append(row)
+    return list(found.values())
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """The argument in which a model's own code takes a `Cache` of transformers and fills it; None:
+    it takes none, and what is passed under another name would be ignored."""
+    hints = typing.get_type_hints(type(module).forward)
+    for name in ("past_key_values", "cache_params"):
+        if Cache in (hints.get(name), *typing.get_args(hints.get(name))):
+            return name
+    return None
 
 
 def _last_only(stage: Stage) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,9 +117,11 @@ class ParallelModel(Parallel):
 
         Raises:
             OptionError: a batch that is not in a list, a number of microbatches that is not the
-                schedule's, or labels of the first step that follow the other convention.
+                schedule's, labels of another shape than their tokens, or labels of the first step
+                that follow the other convention.
         """
         _require_several(microbatches, "forward_backward")
+        _require_labels(microbatches)
         if not self._labels_seen and self.labels_shifted is not None and microbatches:
             if "labels" in microbatches[0]:
                 check_convention(microbatches[0], self.labels_shifted)
@@ -129,6 +132,7 @@ class ParallelModel(Parallel):
         """(sum of losses, valid tokens) of a global batch of which this data rank has a part; a
         router's auxiliary loss is left out. Raises OptionError where it is one microbatch."""
         _require_several(microbatches, "evaluate")
+        _require_labels(microbatches)
         return super().evaluate(microbatches)
 
     # --- files -----------------------------------------------------------------------------
@@ -288,7 +292,8 @@ class ParallelModel(Parallel):
                 `stop`.
 
         Raises:
-            OptionError: the module or the layout cannot generate, or a prompt is empty.
+            OptionError: the module or the layout cannot generate, or prompts are not lists of
+                token ids, or empty.
         """
         self._config("generated from")
         assert self.generator is not None
@@ -309,7 +314,7 @@ class ParallelModel(Parallel):
                 "as they need",
                 hint="export(FOLDER), then hocket generate FOLDER",
             )
-        rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(row) for row in prompts]
+        rows = _token_rows(prompts)
         modes = [stage.module.training for stage in self.stages]
         self.unshard()
         try:
@@ -320,9 +325,44 @@ class ParallelModel(Parallel):
                 stage.module.train(mode)
 
 
-@torch.no_grad()
+def _token_rows(prompts: Any) -> list[list[int]]:
+    """Prompts as lists of token ids. Raises OptionError for anything else."""
+    hint = "[tokenizer(text).input_ids for text in texts]"
+    if isinstance(prompts, Tensor):
+        if prompts.dim() != 2 or prompts.is_floating_point() or prompts.is_complex():
+            raise OptionError(
+                f"prompts are token ids [B, S], and a tensor {list(prompts.shape)} of "
+                f"{prompts.dtype} is given",
+                hint="prompts.unsqueeze(0)" if prompts.dim() == 1 else hint,
+            )
+        return [[int(token) for token in row] for row in prompts.tolist()]
+    rows = [] if isinstance(prompts, str) else [each for each in prompts]
+    found = [] if any(isinstance(row, str | int) for row in rows) else [[*row] for row in rows]
+    numbers = all(isinstance(token, Integral) for row in found for token in row)
+    if not numbers or len(found) != len(rows) or isinstance(prompts, str):
+        raise OptionError("prompts are lists of token ids, one list for each", hint=hint)
+    return [[int(token) for token in row] for row in found]
+
+
+def _require_labels(microbatches: Sequence[Microbatch]) -> None:
+    """Raises OptionError for labels of another shape than their tokens."""
+    for batch in microbatches:
+        labels, tokens = batch.get("labels"), batch.get("input_ids")
+        if labels is not None and tokens is not None and labels.shape != tokens.shape:
+            raise OptionError(
+                f"labels {list(labels.shape)} are of another shape than input_ids "
+                f"{list(tokens.shape)}: one label for each token, -100 where there is no target",
+                hint="labels=input_ids",
+            )
+
+
 def _require_several(microbatches: Sequence[Microbatch], method: str) -> None:
-    """Raises OptionError for a batch, or a tensor, that is not in a list."""
+    """Raises OptionError for a batch, or a tensor, that is not in a list, and for no batch."""
+    if not isinstance(microbatches, Mapping | Tensor) and not len(microbatches):
+        raise OptionError(
+            f"{method} takes at least one microbatch, and is given an empty list",
+            hint=f"{method}([batch])",
+        )
     if isinstance(microbatches, Mapping | Tensor):
         kind = type(microbatches).__name__
         raise OptionError(
@@ -331,6 +371,7 @@ def _require_several(microbatches: Sequence[Microbatch], method: str) -> None:
         )
 
 
+@torch.no_grad()
 def _begin(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer make its state, changing no value."""
     groups = optimizer.param_groups
