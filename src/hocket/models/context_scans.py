@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.models.recurrent import CONV, STATE, MixerCache, cache_argument, has_state
+from hocket.models.recurrent import CONV, MixerCache, cache_argument, has_state
 from hocket.spec.errors import ModelError
 from hocket.spec.model_shape import Handed
 
@@ -75,12 +75,20 @@ def state_sizes(model: nn.Module, hidden_size: int) -> dict[str, Handed]:
             continue
         cache = MixerCache(None)
         weight = next(module.parameters())
-        hidden = torch.empty(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
+        linear = any(isinstance(each, nn.Linear) for each in module.modules())
+        # A convolution alone may be over keys and values (Inkling).
+        width = hidden_size if linear else weight.shape[0]
+        hidden = torch.empty(1, 1, width, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             type(module).forward(module, hidden, **{cache_argument(module): cache})
-        *channels, taps = cache.shapes[CONV, 0][0]
-        state = cache.shapes.get((STATE, 0), ((0,), None))[0]
-        found[name] = Handed(inputs=math.prod(channels) * (taps - 1), state=math.prod(state))
+        inputs = state = 0
+        for (kind, _), (sizes, _) in cache.shapes.items():
+            if kind == CONV:
+                *channels, taps = sizes
+                inputs += math.prod(channels) * (taps - 1)
+            else:
+                state += math.prod(sizes)
+        found[name] = Handed(inputs=inputs, state=state)
     return found
 
 
