@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from hocket.cost.constants import Platform
-from hocket.cost.machine import ClusterNumbers
+from hocket.cost.machine import ClusterNumbers, CurveSet
 from hocket.cost.terms import Floats
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
@@ -58,22 +58,43 @@ def inside(
     out = np.zeros(size.shape)
     for index, curves in enumerate(machine.curves):
         rows = (which == index) & (ranks > 1)
-        measured = curves.ranks(operation)
-        if not measured:
+        sources = _sources(operation, curves)
+        if not sources:
             moved = _volume(operation, ranks[rows]) * size[rows] / link[rows]
             steps = np.log2(ranks[rows])
             both = [latency * steps + moved / share for latency, share in PROTOCOLS]
             out[rows] = np.minimum(*both)
             continue
-        below = 1
-        for n in measured:
-            last = n == measured[-1]
-            at = rows & (ranks > below) & ((ranks <= n) | last)
-            if at.any():
-                scale = ((ranks[at] - 1) / ranks[at]) / ((n - 1) / n)
-                out[at] = _curve(*curves.points[operation, n], size[at]) * scale
-            below = n
+        for source, times in sources:
+            below, measured = 1, curves.ranks(source)
+            for n in measured:
+                last = n == measured[-1]
+                at = rows & (ranks > below) & ((ranks <= n) | last)
+                if at.any():
+                    scale = times * ((ranks[at] - 1) / ranks[at]) / ((n - 1) / n)
+                    points = curves.points[source, n]
+                    out[at] += _curve(*points, size[at], _latency(ranks[at])) * scale
+                below = n
     return out
+
+
+def _sources(operation: str, curves: CurveSet) -> tuple[tuple[str, float], ...]:
+    """Measured collectives that one is made of, and how often: itself, or where it was not measured
+    an all-reduce's halves, or those of an all-reduce. Empty: neither was."""
+    if curves.ranks(operation):
+        return ((operation, 1.0),)
+    halves = (REDUCE_SCATTER, ALL_GATHER)
+    if operation in halves and curves.ranks(ALL_REDUCE):
+        return ((ALL_REDUCE, 0.5),)
+    if operation == ALL_REDUCE and all(curves.ranks(half) for half in halves):
+        return tuple((half, 1.0) for half in halves)
+    return ()
+
+
+def _latency(ranks: Floats) -> Floats:
+    """Seconds of a small message inside a node."""
+    found: Floats = PROTOCOLS[0][0] * np.log2(ranks)
+    return found
 
 
 def group(
@@ -117,8 +138,11 @@ def _steps(ranks: Floats) -> Floats:
     return np.where(ranks <= RING_RANKS, ranks, trees)
 
 
-def _curve(sizes: Floats, seconds: Floats, size: Floats) -> Floats:
-    """Between logarithms; beyond the largest measured size time grows with size."""
+def _curve(sizes: Floats, seconds: Floats, size: Floats, latency: Floats) -> Floats:
+    """Between logarithms; beyond the largest measured size time grows with size, and below the
+    smallest what it takes beyond `latency` shrinks with it."""
     at = np.log(np.maximum(size, 1.0))
-    found: Floats = np.exp(np.interp(at, sizes, seconds) + np.maximum(at - sizes[-1], 0.0))
-    return found
+    found = np.exp(np.interp(at, sizes, seconds) + np.maximum(at - sizes[-1], 0.0))
+    floor = np.minimum(latency, found)
+    smaller: Floats = floor + (found - floor) * np.exp(np.minimum(at - sizes[0], 0.0))
+    return smaller
