@@ -20,7 +20,7 @@ from torch import Tensor
 from hocket.models.proxy import VOCABULARY, proxy_of, spread_weights
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
-from hocket.serving.padded import Batch, Engine, Rows, cache_argument
+from hocket.serving.padded import Engine, RowBatch, Rows, cache_argument
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import HocketError
 
@@ -35,7 +35,7 @@ EQUAL = 1e-3
 class _Kept(Engine):
     """Keeps the logits of every round, which say more than the tokens that they lead to."""
 
-    def row_logits(self, batches: Sequence[Batch], place: Tensor) -> Tensor | None:
+    def row_logits(self, batches: Sequence[RowBatch], place: Tensor) -> Tensor | None:
         found = super().row_logits(batches, place)
         assert found is not None
         self.kept = [*getattr(self, "kept", []), found]
