@@ -78,7 +78,7 @@ class Engine:
         self.positions = positions
         self.vocabulary = VocabularyRange(axis=mesh.axis("tp"))
         self.rows = rows
-        argument = cache_argument(stages[0].module)
+        argument = model_cache_argument(stages[0].module)
         self.cache_argument = "past_key_values" if argument is None else argument
         for stage in stages:
             stage.module.eval()
@@ -119,7 +119,7 @@ class Engine:
                 batch.append(chosen[batch.rows])
         return found
 
-    def _batch(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> RowBatch:
+    def _batch(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> PromptBatch:
         longest = max(len(prompts[row]) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -135,14 +135,14 @@ class Engine:
                 )
                 for index, stage in self.stages.items()
             }
-        return RowBatch(rows, tokens.to(device), mask.to(device), caches)
+        return PromptBatch(rows, tokens.to(device), mask.to(device), caches)
 
     @property
     def _num_layers(self) -> int:
         return int(self.config.get_text_config(decoder=True).num_hidden_layers)
 
     def _round(
-        self, batches: Sequence[RowBatch], place: Tensor, options: SamplingParams, count: int
+        self, batches: Sequence[PromptBatch], place: Tensor, options: SamplingParams, count: int
     ) -> Tensor:
         """One token per row, known on every rank: [B]. `place`: of each row in the batches."""
         axis, recorder = self.mesh.axis("pp"), self.mesh.recorder
@@ -153,14 +153,14 @@ class Engine:
         collectives.broadcast(chosen, axis, recorder, source=self.stage_ranks[-1])  # (4)
         return chosen
 
-    def row_logits(self, batches: Sequence[RowBatch], place: Tensor) -> Tensor | None:
+    def row_logits(self, batches: Sequence[PromptBatch], place: Tensor) -> Tensor | None:
         """Of the last position of each row, [B, V of this rank]; None where the last stage is not
         here. `place`: of each row in the batches."""
         found = [self._logits(batch) for batch in batches]
         last = [logits for logits in found if logits is not None]
         return torch.cat(last)[place.to(self.mesh.device)] if last else None
 
-    def _logits(self, batch: RowBatch) -> Tensor | None:
+    def _logits(self, batch: PromptBatch) -> Tensor | None:
         """Of the last position, [B, V of this rank]; None where the last stage is not here."""
         axis, recorder = self.mesh.axis("pp"), self.mesh.recorder
         here, given = axis.index, batch.given
@@ -188,7 +188,7 @@ class Engine:
         return None
 
 
-class RowBatch:
+class PromptBatch:
     """Rows that run together.
 
     Attributes:
@@ -237,7 +237,7 @@ def _together(prompts: Sequence[Sequence[int]], rows: Rows) -> list[list[int]]:
     return list(found.values())
 
 
-def cache_argument(module: nn.Module) -> str | None:
+def model_cache_argument(module: nn.Module) -> str | None:
     """The argument in which a model's own code takes a `Cache` of transformers and fills it; None:
     it takes none, and what is passed under another name would be ignored."""
     hints = typing.get_type_hints(type(module).forward)

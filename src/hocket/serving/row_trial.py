@@ -20,7 +20,7 @@ from torch import Tensor
 from hocket.models.proxy import VOCABULARY, proxy_of, spread_weights
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
-from hocket.serving.padded import Engine, RowBatch, Rows, cache_argument
+from hocket.serving.padded import Engine, PromptBatch, Rows, model_cache_argument
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import HocketError
 
@@ -35,7 +35,7 @@ EQUAL = 1e-3
 class _Kept(Engine):
     """Keeps the logits of every round, which say more than the tokens that they lead to."""
 
-    def row_logits(self, batches: Sequence[RowBatch], place: Tensor) -> Tensor | None:
+    def row_logits(self, batches: Sequence[PromptBatch], place: Tensor) -> Tensor | None:
         found = super().row_logits(batches, place)
         assert found is not None
         self.kept = [*getattr(self, "kept", []), found]
@@ -54,7 +54,7 @@ def _tried(kind: Any, text: str, dtype: torch.dtype) -> Rows:
     except HocketError:  # what cannot be made small cannot be tried
         return "whole"
     model = proxy.build(seed=0).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    if cache_argument(model) is None:
+    if model_cache_argument(model) is None:
         return "whole"
     spread_weights(model, seed=0)
     draws = torch.Generator().manual_seed(0)
