@@ -265,7 +265,7 @@ def _fill(filler: Path) -> None:
         with file:
             while filler.exists():
                 fill()
-                time.sleep(0.001)
+                time.sleep(0.0001)
 
     fill()
     threading.Thread(target=stay_full, daemon=True).start()
