@@ -78,7 +78,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"] * 2,
     },
 }  # fmt: skip
-"""Recurrent layers whose state is handed on: Mamba2 alone, between and beside attention, and with
-shared attention; Gated DeltaNet of unlike key and value heads; a short convolution."""
+"""Recurrent layers whose state is handed on: Mamba2 alone, between attention layers, in one layer
+with attention, and with shared attention; Gated DeltaNet of unlike key and value heads; a short
+convolution."""
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 7, 21, 40, 3, 18, 2], [11, 4, 50], [1, 2, 3, 4, 5, 6, 7]]

@@ -34,7 +34,7 @@ TRACED_BYTES = 2.0
 
 PINNED_BYTES = 1 + 1 / 16
 """Bytes of a page-locked buffer for each that it holds: sizes have eight steps to a power of two,
-so that an eighth is unused at most."""
+so that up to an eighth is unused, and half of that on average."""
 
 SELECTIVE, FULL, MODULES = 1, 2, 3
 LATE = ("zb-h1", "zb-h2", "zb-v")
