@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hocket.launch import Launcher
-from hocket.launch.gpus import num_gpus, rank_settings
+from hocket.launch.gpus import ALLOCATOR, num_gpus, rank_settings
 from tests.ranks import ROOT
 
 SERVER = """
@@ -58,7 +58,9 @@ def test_warming_asks_nothing_of_cuda(tmp_path: Path) -> None:
 
 def test_settings_of_ranks_on_gpus() -> None:
     fresh = rank_settings({}, watched=True)
-    assert fresh["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert fresh["PYTORCH_ALLOC_CONF"] == ALLOCATOR
+    # Collectives in graphs, whose buffers lie in segments that grow.
+    assert fresh["NCCL_GRAPH_REGISTER"] == "0"
     assert fresh["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     # NCCL's own threads may not come before the launcher's time limit.
     assert int(fresh["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 3600
@@ -67,6 +69,47 @@ def test_settings_of_ranks_on_gpus() -> None:
     alone = rank_settings({}, watched=False)
     assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in alone
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in alone
+
+
+PARSED = """
+import torch
+for entry in {entries!r}:
+    key = entry.partition(":")[0]
+    torch._C._accelerator_setAllocatorSettings(entry)
+    try:
+        torch._C._accelerator_setAllocatorSettings(key + ":none")
+    except ValueError:
+        print(key)
+"""
+
+
+@pytest.mark.torch
+def test_torch_knows_the_settings_of_its_allocator() -> None:
+    """It passes over a name that it does not know; of one that it knows it rejects the value."""
+    entries = [*ALLOCATOR.split(","), "no_such_setting:1"]
+    found = subprocess.run(
+        [sys.executable, "-c", PARSED.format(entries=entries)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == [entry.partition(":")[0] for entry in entries[:-1]]
+
+
+@pytest.mark.torch
+def test_large_page_locked_buffers_are_not_rounded_up() -> None:
+    """The rule that the two limits of page-locked memory are for, as torch's header has it."""
+    import torch
+
+    folder = Path(torch.__file__).parent / "include/ATen/core"
+    text = " ".join((folder / "CachingHostAllocator.h").read_text().split())
+    rule = "size <= pinned_max_round_threshold() && size <= pinned_max_cached_size()"
+    assert (
+        f"if ({rule}) {{ return c10::llvm::PowerOf2Ceil(size); }} else {{ return size; }}" in text
+    )
+    # What is kept is found again by its power of two alone, so that no size in between may be kept.
+    assert "if (size > pinned_max_cached_size()) {" in text
+    limits = dict(entry.split(":") for entry in ALLOCATOR.split(","))
+    assert limits["pinned_max_round_threshold_mb"] == limits["pinned_max_cached_size_mb"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -102,4 +145,4 @@ def test_ranks_start_with_the_settings() -> None:
     names = ["PYTORCH_ALLOC_CONF", "CUDA_DEVICE_ORDER", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
     with Launcher(device="cuda", environment={"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) as launcher:
         launcher.run("tests.launch.cases:tell_environment", 1, {"names": names}, events.append)
-    assert events[0]["values"] == ["expandable_segments:True", "FASTEST_FIRST", "3"]
+    assert events[0]["values"] == [ALLOCATOR, "FASTEST_FIRST", "3"]

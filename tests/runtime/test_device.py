@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,3 +136,86 @@ def test_the_host_s_cores_are_shared_by_its_ranks(
     gpus: int, cores: int, own: int, threads: int
 ) -> None:
     assert d.host_threads(gpus, cores, own) == threads
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 2),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun, each rank with some of the GPUs hidden
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, 8),  # --gpus-per-task 1
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, 2),
+    ],
+)
+def test_ranks_that_share_a_machine(
+    gpus: types.SimpleNamespace, environment: dict[str, str], ranks: int
+) -> None:
+    assert d.ranks_here(environment) == ranks
+
+
+def test_page_locked_memory_is_a_share_of_what_a_container_may_use(
+    gpus: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hocket.runtime import pinned
+    from hocket.spec.capabilities import PINNED_SHARE
+
+    monkeypatch.setattr(pinned, "host_memory", lambda: 64 << 30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert pinned.PinnedPool().limit == int((64 << 30) * PINNED_SHARE / 8)
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
+def test_a_module_in_a_loop_of_ones_own_makes_its_gpu_current(
+    gpus: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, bound: torch.device | None
+) -> None:
+    """`init_process_group("nccl")` leaves device 0 current in every rank of torchrun."""
+    from hocket.runtime import parallelize
+
+    dist = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        get_backend=lambda: "nccl",
+        group=types.SimpleNamespace(WORLD=types.SimpleNamespace(bound_device_id=bound)),
+    )
+    monkeypatch.setattr(parallelize, "dist", dist)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parallelize._device_of(torch.nn.Linear(1, 1), 9) == GPU
+    assert gpus.set == [GPU]
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_that_cannot_be_locked_is_copied_to_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """CUDA keeps the error that a call returned until a kernel is launched, which then fails."""
+    from hocket.runtime.host_copy import HostCopy
+    from hocket.spec.tensor_file import TensorEntry
+
+    kept: list[int] = []
+    calls: list[str] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append("register")
+        kept.extend([code] if code else [])
+        return code
+
+    def launch(size: int, device: torch.device) -> None:
+        calls.append("kernel")
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    cudart = types.SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=lambda address: calls.append("unregister"),
+        cudaError=types.SimpleNamespace(success=0),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    copy = HostCopy(GPU)
+    state: Any = types.SimpleNamespace(
+        entries=[TensorEntry(name="a", dtype="F32", shape=(4,))], tensors=[torch.ones(4)]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", launch)
+        copy.reserve(state)
+    assert kept == []
+    copy.close()
+    assert calls == (["register", "kernel"] if code else ["register", "unregister"])

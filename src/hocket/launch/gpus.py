@@ -26,6 +26,10 @@ SETTINGS = {
     # Collectives that each rank remembers, for what `--timeout` reports (torch's default, which
     # an environment may have set to 0).
     "TORCH_FR_BUFFER_SIZE": "2000",
+    # NCCL would register the buffers of collectives in a CUDA graph with its transports. Segments
+    # that grow are several physical allocations, which it cannot export as one: a capture under tp
+    # would fail, or read memory that is not mapped (Megatron-Core and TensorRT-LLM set it as well).
+    "NCCL_GRAPH_REGISTER": "0",
 }
 
 WATCHED = {
@@ -38,6 +42,16 @@ WATCHED = {
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+ALLOCATOR = ",".join((
+    # Segments that grow: tensors of changing sizes leave fewer holes.
+    "expandable_segments:True",
+    # torch rounds page-locked memory up to a power of two (ATen/core/CachingHostAllocator.h): up to
+    # twice what an offloaded optimizer was planned with. Above 16 MB it gets what it asks for, and
+    # gives it back when it is freed; both limits are one, since a kept block is found by the power.
+    "pinned_max_round_threshold_mb:16",
+    "pinned_max_cached_size_mb:16",
+))  # fmt: skip
+
 
 def rank_settings(environment: Mapping[str, str], *, watched: bool) -> dict[str, str]:
     """Variables for ranks on GPUs which `environment` does not set; to be there before the first
@@ -49,8 +63,7 @@ def rank_settings(environment: Mapping[str, str], *, watched: bool) -> dict[str,
     """
     wanted = {**SETTINGS, **(WATCHED if watched else {})}
     if not any(name in environment for name in _ALLOCATOR):
-        # Segments that grow: tensors of changing sizes leave fewer holes.
-        wanted[_ALLOCATOR[0]] = "expandable_segments:True"
+        wanted[_ALLOCATOR[0]] = ALLOCATOR
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in environment:  # the older name of the same
         wanted.pop("TORCH_FR_BUFFER_SIZE")
     return {name: value for name, value in wanted.items() if name not in environment}

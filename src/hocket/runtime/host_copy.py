@@ -10,6 +10,7 @@ they are memcpy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class HostCopy:
         self._device = device
         self._copies = CopyStream(device)
         self._flat: Tensor | None = None
+        self._pinned = False
         self._entries: list[TensorEntry] = []
         self._starts: list[int] = []
         self._views: list[Tensor] = []
@@ -93,10 +95,14 @@ class HostCopy:
         ]
 
     def _pin(self, flat: Tensor) -> None:
-        """Lock the pages. torch's own allocator of such memory rounds up to a power of two. Where
-        the system does not allow it, copies are as right, and wait for each other."""
+        """Lock the pages: no cache of torch's keeps them when they are freed. Where the system does
+        not allow it, copies are as right, and wait for each other."""
         if self._device.type == "cuda" and flat.numel():
-            torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0)  # type: ignore[no-untyped-call]
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            result = runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
+            self._pinned = result == runtime.cudaError.success
+            if not self._pinned:
+                _forget_error(self._device)
 
     @torch.no_grad()
     def take(self, state: RankState) -> None:
@@ -139,7 +145,15 @@ class HostCopy:
 
     def close(self) -> None:
         """Free the memory."""
-        if self._flat is not None and self._device.type == "cuda":
+        if self._flat is not None and self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())  # type: ignore[no-untyped-call]
         self._flat, self._views, self._entries = None, [], []
+        self._pinned = False
         self.num_bytes = 0
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call whose result was looked at, and the next kernel that is
+    launched would raise it: this one does."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -226,16 +226,20 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
 
 
 def _device_of(module: nn.Module, rank: int) -> torch.device:
-    """The device of a rank that was given no mesh: CUDA only if the process group is for it."""
+    """The device of a rank that was given no mesh: CUDA only if the process group is for it, and
+    then the current one from here on. A loop of one's own may have left that at 0 in every rank,
+    where Triton would launch, and of which events and streams without a device would be."""
+    first = next(module.parameters(), None)
+    device = torch.device("cpu") if first is None or first.is_meta else first.device
     if dist.is_initialized():
         world: Any = dist.group.WORLD
-        if world.bound_device_id is not None:
-            return torch.device(world.bound_device_id)
-        cuda = dist.get_backend() == "nccl"
+        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
         local = int(os.environ.get("LOCAL_RANK", rank))
-        return pick_device("cuda" if cuda else "cpu", local)
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None or first.is_meta else first.device
+        bound = world.bound_device_id
+        device = pick_device(kind, local) if bound is None else torch.device(bound)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 @torch.no_grad()

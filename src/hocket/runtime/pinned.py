@@ -8,11 +8,11 @@ pool's buffers.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from hocket.runtime.device import ranks_here
+from hocket.runtime.host_memory import host_memory
 from hocket.spec.capabilities import PINNED_SHARE
 
 STEPS = 8
@@ -23,8 +23,8 @@ class PinnedPool:
     """Buffers of bytes.
 
     Args:
-        limit: bytes that are allocated at most. None: `PINNED_SHARE` of the machine's memory,
-            divided by its GPUs.
+        limit: bytes that are allocated at most. None: `PINNED_SHARE` of the memory that processes
+            of this machine may use, divided by its ranks.
         pin: lock the pages; False for CPU ranks.
 
     Attributes:
@@ -64,5 +64,4 @@ def _rounded_bytes(nbytes: int) -> int:
 
 
 def _share_of_host() -> int:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(pages * PINNED_SHARE / max(1, torch.cuda.device_count()))
+    return int(host_memory() * PINNED_SHARE / ranks_here())

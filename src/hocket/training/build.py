@@ -30,7 +30,13 @@ from hocket.models.weights import Weights
 from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.base_4bit import quantize_base
 from hocket.runtime.context_parallel import whole_rows
-from hocket.runtime.device import claim_device, host_threads, pick_backend, pick_device
+from hocket.runtime.device import (
+    claim_device,
+    host_threads,
+    pick_backend,
+    pick_device,
+    ranks_here,
+)
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.lora import Lora, adapt
 from hocket.runtime.mesh import Axis, Mesh
@@ -291,7 +297,7 @@ def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
     on_host = parallel.layout.offloads("optimizer")
     stepped_there = on_host or parallel.layout.offloads("params")
     if stepped_there and parallel.mesh.device.type == "cuda" and torch.cuda.is_available():
-        torch.set_num_threads(max(options.threads, host_threads(torch.cuda.device_count())))
+        torch.set_num_threads(max(options.threads, host_threads(ranks_here())))
     return Optimizer(parallel.named_stepped(), options, shapes, on_host=on_host)
 
 
