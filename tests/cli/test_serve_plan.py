@@ -188,13 +188,13 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
 
 def test_experts_over_data_ranks_are_served_here() -> None:
     """A deployment with ep is printed as the `hocket serve` command that runs it."""
-    from hocket.jobs.serving import table
+    from hocket.jobs.serving import deployment
     from hocket.jobs.serving.plan import serve_plan
     from hocket.spec.capabilities import absent
     from hocket.spec.layout import Layout
 
     plans = serve_plan("qwen3-30b-a3b", cluster="H100-SXM", pin=("ep=2", "tp=1", "pp=1", "dp=2"))
-    words = table.serve_command(plans)
+    words = deployment.serve_command(plans)
     assert words is not None
     layout = words[words.index("--layout") + 1]
     assert layout == "dp2.ep2"

@@ -44,7 +44,7 @@ TRAINING = {
 
 SERVICE = {
     "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
-    "prefix_cache_hit_rate", "trace", "weights", "cache_precision", "engine",
+    "prefix_cache_hit_rate", "trace", "weights", "quantization", "cache_precision", "engine",
     "gpu_memory_utilization",
 }  # fmt: skip
 

@@ -236,7 +236,11 @@ def test_hypotheses_are_labelled_and_of_their_size() -> None:
 def test_a_model_of_bytes_has_them(gigabytes: int) -> None:
     for precision, each in (("bf16", 2), ("fp8", 1)):
         made = models.of_bytes(gigabytes * 10**9, precision=precision)
-        assert made.num_parameters * each == pytest.approx(gigabytes * 1e9, rel=0.01)
+        ends = sum(w.elements for w in made.blocks["embedding"].weights)  # in 16 bits
+        held = (made.num_parameters - ends) * each + 2 * ends
+        assert held == pytest.approx(gigabytes * 1e9, rel=0.01)
+        asked = dataclasses.replace(SEVENTY, shape=made, precision=precision)
+        assert asked.weights == pytest.approx(gigabytes * 1e9, rel=0.01)
     with pytest.raises(OptionError, match="too little"):
         models.of_bytes(1000)
 
@@ -421,7 +425,7 @@ def test_serve_takes_every_layout_that_is_proposed() -> None:
 
 
 def test_the_command_of_another_server_has_no_context_ranks() -> None:
-    from hocket.jobs.serving.table import pins_of
+    from hocket.jobs.serving.deployment import pins_of
 
     assert pins_of("vllm", None, ("tp=2",)) == ("tp=2", "cp=1")
     assert pins_of("hocket", None, ("tp=2",)) == ("tp=2",)

@@ -92,8 +92,8 @@ TOPICS = {
     )),
     "service": ("load and latency goals of a service", (
         "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms",
-        "percentile", "prefix_cache_hit_rate", "trace", "weights", "cache_precision", "engine",
-        "gpu_memory_utilization",
+        "percentile", "prefix_cache_hit_rate", "trace", "weights", "quantization",
+        "cache_precision", "engine", "gpu_memory_utilization",
     )),
     "cost": ("prices, failures, imbalance of experts", (
         "price_list", "save_seconds", "restart_seconds", "failures", "repair_hours",

@@ -84,6 +84,9 @@ class PlanFlags:
         trace: requests as they came, instead of equal ones at random times: CSV or JSON lines of
             arrival (seconds), prompt_tokens, output_tokens.
         weights: bytes of a model of which nothing else is known: 180GB.
+        quantization: precision of the served weights (default: as the checkpoint is stored); mxfp4
+            is of experts alone, int4 that of AWQ and GPTQ. One of: none, fp8, int8, fp4, int4,
+            mxfp4.
         cache_precision: key/value cache precision (default: fp8 with fp8 weights, else bf16). One
             of: bf16, fp8.
         engine: inference server whose constants are used: trtllm, vllm ... (default: a tuned
@@ -128,6 +131,7 @@ class PlanFlags:
     prefix_cache_hit_rate: Number = None
     trace: File = None
     weights: Text = None
+    quantization: Text = None
     cache_precision: Text = None
     engine: Text = None
     gpu_memory_utilization: Number = None
@@ -135,7 +139,8 @@ class PlanFlags:
 
 SERVING = (
     "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
-    "prefix_cache_hit_rate", "trace", "weights", "cache_precision", "engine",
+    "prefix_cache_hit_rate", "trace", "weights", "quantization",
+    "cache_precision", "engine",
     "gpu_memory_utilization",
 )  # fmt: skip
 """Flags that mean something with --serve only."""
@@ -299,11 +304,12 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
     from hocket.jobs.planner_problem import storage_note as stored_of
+    from hocket.jobs.serving import deployment as run_as
     from hocket.jobs.serving import plan as job
     from hocket.jobs.serving import table as serve_table
 
     if flags.emit is not None:
-        serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
+        run_as.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
     names = ("price_list", "expert_imbalance", *SERVING)
     given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     given |= {} if flags.dtype is None else {"precision": flags.dtype}
@@ -312,7 +318,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         cluster=flags.cluster,
         top=flags.top,
         layout=flags.layout,
-        pin=serve_table.pins_of(flags.emit, flags.layout, flags.pin),
+        pin=run_as.pins_of(flags.emit, flags.layout, flags.pin),
         explain=flags.explain,
         **given,
     )
@@ -322,17 +328,17 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         also = (
             {}
             if flags.emit is None
-            else {"emitted": serve_table.emitted_deployment(found[0], flags.emit)}
+            else {"emitted": run_as.emitted_deployment(found[0], flags.emit)}
         )
         whole = renamed.with_old_keys({**serve_table.to_json(found), **also})
         print(json.dumps({"schema": 1, **whole}))
     elif flags.emit is not None:
-        print(serve_table.emitted_deployment(found[0], flags.emit), end="")
+        print(run_as.emitted_deployment(found[0], flags.emit), end="")
     else:
         print(serve_table.plans_text(found))
         if flags.weights is None and (stored := stored_of(flags.model, serve=True)):
             print(stored)
-        if (words := serve_table.serve_command(found)) is not None:
+        if (words := run_as.serve_command(found)) is not None:
             show(words)
     return 0
 

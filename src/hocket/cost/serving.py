@@ -36,8 +36,10 @@ WEIGHT_BYTES = {
     "int8": 1.0,
     "fp4": 0.5625,
     "int4": 0.5625,
+    "mxfp4": 0.53125,
 }
-"""Bytes of a weight: four bits come with a scale of 8 bits for each 16 weights."""
+"""Bytes of a weight: four bits come with a scale of 8 bits for each 16 weights, in mxfp4 for each
+32 (OCP Microscaling Formats specification 1.0, section 5)."""
 
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625, "int4": 0.5625}
 

@@ -148,6 +148,7 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
         HocketError: as `plan_from`, and where no deployment meets the goals.
     """
     from hocket.jobs.serving import table as serve_table
+    from hocket.jobs.serving.deployment import emitted_deployment
     from hocket.jobs.serving.plan import serve_plan
     from hocket.planning.reading import servers
     from hocket.planning.reading.file import read_tool_file, text_diff
@@ -164,14 +165,13 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
         raise OptionError("which GPUs?", hint="--cluster H100-SXM-80")
     name = _model(found.model, model)
     asked.setdefault("precision", found.precision)
+    asked.setdefault("quantization", found.quantization)
     asked.setdefault("engine", found.tool)
     layout = Layout(dp=found.data_ranks or 1, **found.fields)
     pins = (f"max_num_batched_tokens={found.microbatch}",) if found.microbatch else ()
     (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **asked)
     (best,) = serve_plan(name, cluster=cluster, top=1, **asked)
-    new = servers.changed_command(
-        text, found.tool, serve_table.emitted_deployment(best, found.tool)
-    )
+    new = servers.changed_command(text, found.tool, emitted_deployment(best, found.tool))
     lines = [f"{os.path.basename(file)}, read as {found.tool}: {layout}", *_said(found), ""]
     lines += [serve_table.plans_text([here]), ""]
     if best.best is None or here.best is None or best.best.layout == here.best.layout:

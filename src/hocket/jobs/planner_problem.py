@@ -101,8 +101,30 @@ def storage_note(model: str, *, serve: bool = False) -> str:
     text = quantization.storage_text(model)
     if not text:
         return ""
-    text += "; hocket reads them into its own dtype, and the plan is of that"
-    return f"{text} (of a server that keeps them as they are: --weights BYTES)" if serve else text
+    if serve:
+        return text
+    return f"{text}; hocket reads them into its own dtype, and the plan is of that"
+
+
+def published_quantization(model: str) -> str:
+    """How the weights of a checkpoint are quantized, as `planning.service.stored` names it; empty
+    where they are not.
+
+    Raises:
+        ModelError: as `model_shape`, or a quantization that is not read.
+    """
+    from hocket.catalogue import models
+    from hocket.models import quantization, source
+
+    if model in models.model_names():
+        return models.entry(model).quantized
+    if not os.path.exists(model) and "/" not in model:
+        return ""
+    name = _shipped(model)
+    if name is not None:
+        return models.entry(name).quantized if "quantization_config" in _hub_config(model) else ""
+    directory = source.resolve_model(model, weights=False).directory
+    return "" if directory is None else quantization.stored_in(directory)
 
 
 def _shipped(model: str) -> str | None:

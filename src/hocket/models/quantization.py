@@ -7,6 +7,7 @@ Torch-free: a method or a variant of it that is not supported is rejected before
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,43 @@ def of_directory(directory: Path) -> Quantization | None:
     Raises:
         ModelError: as `parse_quantization`.
     """
+    config = _config(directory)
+    return parse_quantization(str(directory), config) if config else None
+
+
+def stored_in(directory: Path) -> str:
+    """The precision of the quantized weights in a directory: fp8, mxfp4, int8 or int4; empty where
+    they are not quantized.
+
+    Raises:
+        ModelError: as `parse_quantization`.
+    """
+    how = of_directory(directory)
+    if how is None:
+        return ""
+    config = _config(directory)
+    found = config.get("quantization_config") or config["compression_config"]
+    if how.method in ("fp8", "fbgemm_fp8"):
+        return "fp8"
+    if how.method == "mxfp4":
+        return how.method
+    if how.method == "bitsandbytes":
+        return "int8" if found.get("load_in_8bit") else "int4"
+    if how.method == "compressed-tensors" and how.bits is None:
+        return "fp8" if '"float"' in json.dumps(found["config_groups"]) else "int8"
+    return "int8" if how.bits == 8 else "int4"
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """A directory's configuration; empty where it cannot be read."""
     file = directory / "config.json"
     try:
         if file.stat().st_size > _LARGEST_CONFIG:
-            return None
+            return {}
         config = parse_json(file.read_text())
     except (OSError, *MALFORMED):
-        return None
-    return parse_quantization(str(directory), config) if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _is_block(block: Any) -> bool:

@@ -405,7 +405,7 @@ def _prices(asked: _Asked) -> ServingPrices:
     cluster, measured = _cluster(asked.gpu, asked.tp * asked.pp * asked.dp)
     precision = experts = asked.precision
     if asked.model.startswith("gpt-oss"):
-        precision, experts = "bf16", "fp4"  # as published: experts in MXFP4, the rest in 16 bits
+        precision, experts = "bf16", "mxfp4"  # as published: experts in MXFP4, the rest in 16 bits
     few = asked.precision in ("fp8", "fp4") and asked.engine.startswith("trtllm")
     return serving_prices(
         shape,

@@ -21,6 +21,7 @@ from hocket.spec.units import parse_bytes
 if TYPE_CHECKING:
     from hocket.planning.service.plan import KindAnswer, ServicePlan
     from hocket.planning.service.problem import ServiceProblem
+    from hocket.planning.service.stored import StoredWeights
     from hocket.spec.cluster import Cluster
     from hocket.spec.model_shape import ModelShape
 
@@ -59,6 +60,7 @@ def serve_plan(
     pin: Sequence[str] = (),
     explain: bool = False,
     precision: str | None = None,
+    quantization: str | None = None,
     price_list: str | None = None,
     cache_precision: str | None = None,
     engine: str | None = None,
@@ -76,7 +78,10 @@ def serve_plan(
         trace: a file of requests (`planning.service.trace`), simulated instead of equal requests at
             random times; it has their lengths and rate.
         weights: `180GB`: a dense model of which only the bytes are known.
-        precision: of weights and matrix products. None: bf16, fp16 where a kind of GPU lacks it.
+        precision: of weights that are not quantized, and of products. None: bf16, fp16 where a
+            kind of GPU lacks it. fp8: as `quantization="fp8"`.
+        quantization: of weights, one of `planning.service.stored.QUANTIZATIONS`. None: as the
+            checkpoint is published.
         price_list: as `jobs.plan.plan_training`.
         layout: price this one alone: `dp2.tp4` is two replicas.
         pin: `tp=8`, `pp=1`, `dp=2`, `max_num_batched_tokens=2048`.
@@ -91,6 +96,7 @@ def serve_plan(
     from hocket.catalogue.hardware import with_prices
     from hocket.planning.problem import EXPERT_IMBALANCE
     from hocket.planning.service.plan import service_pins
+    from hocket.planning.service.stored import stored_weights
     from hocket.planning.service.trace import read_trace
 
     asked = {
@@ -122,8 +128,9 @@ def serve_plan(
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
     given = cluster.split(",") if cluster is not None else None
     kinds = [_cluster(name.strip()) for name in given or KINDS]
-    precision = precision or _common_precision([found for found, _ in kinds])
-    models = _models(os.fspath(model), weights, precision)
+    dtype = precision or _common_precision([found for found, _ in kinds])
+    published = _published(os.fspath(model), weights)
+    models = _models(os.fspath(model), weights, dtype, quantization)
     names = given or (ASKED if len(models) > 1 else KINDS)
     asked_for = [_cluster(name.strip()) for name in names]
     if price_list is not None:
@@ -148,8 +155,11 @@ def serve_plan(
             layout=one,
             pins=pins,
             explain=explain,
+            stored=stored_weights(
+                shape, dtype=dtype, quantization=quantization, published=published
+            ),
+            published=published,
             options={
-                "precision": precision,
                 "cache_precision": cache_precision,
                 "engine": engine,
                 "usable": gpu_memory_utilization,
@@ -181,6 +191,8 @@ def _plan(
     layout: Layout | None,
     pins: dict[str, int],
     explain: bool,
+    stored: StoredWeights,
+    published: str,
     options: dict[str, Any],
     small: bool,
 ) -> ServicePlan:
@@ -191,6 +203,9 @@ def _plan(
     from hocket.planning.service.need import need_map
     from hocket.planning.service.problem import ServiceProblem
 
+    options = {
+        **options, "precision": stored.precision, "expert_precision": stored.expert_precision,
+    }  # fmt: skip
     problems = [
         ServiceProblem(shape=shape, cluster=found, service=service, bounded=bounded, **options)
         for found, bounded in clusters
@@ -210,7 +225,8 @@ def _plan(
             reasons = "; ".join(f"{kind.gpu}: {kind.reason}" for kind in kinds)
             raise LayoutError(f"{shape.name}: none of these meets the goals: {reasons}")
         problem = of[first.cluster]
-        raise planning.impossible(problem, first, _would_do(problem, pins), pins)
+        others = planning.other_weights(problem, stored, published, pins) if not claim else ()
+        raise planning.impossible(problem, first, _would_do(problem, pins), pins, others)
     maps = [kind for kind in kinds if kind.best is not None][: len(kinds) if small else 1]
     chosen = [] if layout is not None or options["trace"] is not None else maps
     rates = tuple(float(f"{service.requests_per_second * x:.3g}") for x in RATES)
@@ -225,7 +241,7 @@ def _plan(
     return planning.ServicePlan(
         model=shape.name,
         service=service,
-        precision=first_problem.precision,
+        stored=stored,
         engine=first_problem.engine_name,
         cache_precision=first_problem.cached_in,
         usable=first_problem.usable,
@@ -250,6 +266,9 @@ def _plan(
             kind.gpu: memory_map(of[kind.cluster].unbounded(), CONCURRENT, CONTEXTS)
             for kind in chosen
         },
+        others=()
+        if several or claim or layout is not None or options["trace"] is not None
+        else planning.other_weights(first_problem, stored, published, pins),
         explanation=explanation,
         notes=_notes(shape, [kind.gpu for kind in kinds if kind.best is not None]),
     )
@@ -259,16 +278,18 @@ def _plan(
 
 
 def _models(
-    model: str, weights: str | None, precision: str
+    model: str, weights: str | None, dtype: str, quantization: str | None
 ) -> tuple[tuple[ModelShape, str, str], ...]:
     """(shape, claim, source) of every model that a name can mean."""
     from hocket.cost.serving import WEIGHT_BYTES
     from hocket.planning.service import models
+    from hocket.planning.service.stored import QUANTIZATIONS
     from hocket.spec.errors import unknown
 
-    if precision not in WEIGHT_BYTES:
-        message, hint = unknown("precision", precision, WEIGHT_BYTES)
+    if dtype not in WEIGHT_BYTES:
+        message, hint = unknown("precision", dtype, WEIGHT_BYTES)
         raise OptionError(message, hint=hint)
+    precision = QUANTIZATIONS.get(quantization or "", ("", ""))[0] or dtype
     if weights is not None:
         size = parse_bytes(weights)
         name = f"{model} as {weights}" if model else f"{weights} of weights"
@@ -287,6 +308,16 @@ def _models(
         if error.hint and "gpt-4" not in error.message and model.lower().startswith("gpt4"):
             raise ModelError(error.message, hint="did you mean 'gpt-4'?") from None
         raise
+
+
+def _published(model: str, weights: str | None) -> str:
+    """How the checkpoint's weights are quantized; empty where they are not."""
+    from hocket.jobs.planner_problem import published_quantization
+    from hocket.planning.service import models
+
+    if weights is not None or model.lower() in models.hypothesis_names():
+        return ""
+    return published_quantization(model)
 
 
 def _cluster(text: str) -> tuple[Cluster, bool]:

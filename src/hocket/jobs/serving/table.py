@@ -1,29 +1,20 @@
-"""What `hocket plan --serve` prints: the answer, how it comes about, and how to run it."""
+"""What `hocket plan --serve` prints: the answer and how it comes about."""
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import OptionError, unknown
+from hocket.jobs.serving.deployment import served_here
 from hocket.spec.service import Service
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.catalogue.models import CatalogueModel
     from hocket.planning.forecast import Range
     from hocket.planning.service.forecast import ServiceForecast
     from hocket.planning.service.need import NeedMap
     from hocket.planning.service.plan import KindAnswer, ServicePlan
-
-HERE = "--emit hocket, vllm or sglang prints the command of the first deployment."
-"""How a deployment is run."""
-
-HOCKET = "hocket"
-RUN_HERE = ("bf16", "fp32")
-"""Precisions that hocket serves in."""
 
 
 def plans_text(plans: Sequence[ServicePlan]) -> str:
@@ -40,7 +31,7 @@ def plans_text(plans: Sequence[ServicePlan]) -> str:
         lines += [*_hypothesis(plan), ""]
     lines += [
         *_legend(plans[0]),
-        HERE,
+        _emit_line(plans[0]),
         "hold n: GPUs for the weights and n requests at once; in brackets by their memory alone.",
         "The last columns: GPUs by requests/s and TPOT.",
     ]
@@ -55,129 +46,13 @@ def to_json(plans: Sequence[ServicePlan]) -> dict[str, Any]:
     return {"model": name, "hypotheses": [plan.to_json() for plan in plans]}
 
 
-def check_tool(tool: str, *, model: str, one: bool) -> None:
-    """Raises OptionError for an unknown tool, or a model that has several hypotheses.
-
-    Args:
-        one: whether the model is one all the same.
-    """
-    from hocket.jobs.serving.plan import size_is_public
-    from hocket.planning.service.emit import SERVERS
-    from hocket.planning.tools.emit import TOOLS
-
-    if tool in TOOLS:
-        raise OptionError(
-            f"--emit {tool}: {tool} trains, and --serve plans a service",
-            hint=f"one of: {', '.join(SERVERS)}",
-        )
-    if tool not in (HOCKET, *SERVERS):
-        message, hint = unknown("tool", tool, (HOCKET, *SERVERS))
-        raise OptionError(f"--emit with --serve: {message}", hint=hint)
-    if not one and not size_is_public(model):
-        raise OptionError(
-            f"{model} has several hypotheses, and one deployment is printed",
-            hint="--weights 180GB, or a model whose size is known",
-        )
-
-
-def pins_of(tool: str | None, layout: str | None, pins: Sequence[str]) -> tuple[str, ...]:
-    """The pins of a plan that is printed for a server: those of others have no flag for cp."""
-    free = layout is None and not any(pin.startswith("cp") for pin in pins)
-    return (*pins, "cp=1") if tool not in (None, HOCKET) and free else tuple(pins)
-
-
-def emitted_deployment(plan: ServicePlan, tool: str) -> str:
-    """The best deployment as another server's command.
-
-    Raises:
-        OptionError: an unknown server, or a deployment that it cannot divide so.
-    """
-    from hocket.planning.service.emit import Deployment
-    from hocket.planning.service.emit import server_command as tools_command
-
-    check_tool(tool, model=plan.model, one=True)
-    if tool == HOCKET:
-        words = serve_command([plan])
-        if words is None:
-            raise OptionError(
-                f"{plan.model}: hocket serve runs no such deployment: it takes bf16 or fp32 on one "
-                "node",
-                hint="--emit vllm",
-            )
-        return shlex.join(["hocket", *words]) + "\n"
-    best = plan.best
-    if best is None:
-        raise OptionError(f"{plan.model}: there is no deployment to print")
-    if best.layout.cp > 1:
-        raise OptionError(
-            f"{tool} has no flag for the layout {best.layout}: each of its context ranks (cp) "
-            "has a part of every block",
-            hint="--emit hocket",
-        )
-    entry = catalogue_entry(plan.model)
-    kind = next(kind for kind in plan.kinds if kind.best is best)
-    deployment = Deployment(
-        model=_served_model(plan, entry),
-        tp=best.layout.tp,
-        pp=best.layout.pp,
-        replicas=best.replicas,
-        ep=best.layout.ep,
-        gpu=best.gpu,
-        gpus_per_node=kind.gpus_per_node,
-        tokens=plan.request_tokens,
-        max_sequences=best.max_sequences,
-        max_num_batched_tokens=best.max_num_batched_tokens,
-        usable=plan.usable,
-        precision=plan.precision,
-        cache_precision=plan.cache_precision,
-        heads=plan.heads,
-        layers=plan.layers,
-        experts=plan.experts,
-        quantized=entry is not None and entry.quantized != "",
-    )
-    return tools_command(tool, deployment)
-
-
-def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
-    """The words of `hocket serve` for the best deployment; None where hocket does not run it."""
-    best = plans[0].best if len(plans) == 1 else None
-    if best is None or plans[0].claim or best.num_nodes > 1:
-        return None
-    model = plans[0].model
-    entry = catalogue_entry(model)
-    served = _served_model(plans[0], entry)
-    if plans[0].precision not in RUN_HERE or served == "MODEL":
-        return None
-    return [
-        "serve", served, "--layout", best.layout.axes_text(), "--dtype", plans[0].precision,
-        "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.max_sequences),
-        "--max-num-batched-tokens", str(best.max_num_batched_tokens),
-    ]  # fmt: skip
-
-
-def catalogue_entry(model: str) -> CatalogueModel | None:
-    """The catalogue's entry of a name; None for any other model."""
-    from hocket.catalogue import models as catalogued
-
-    return catalogued.entry(model) if model in catalogued.model_names() else None
-
-
-def _served_model(plan: ServicePlan, entry: CatalogueModel | None) -> str:
-    """What a server loads: a name on the Hub, a directory, or `MODEL` where neither is known."""
-    if plan.claim:
-        return "MODEL"
-    if entry is None:
-        return plan.model
-    return entry.hub_id or "MODEL"
-
-
 # --- one model -----------------------------------------------------------------------------------
 
 
 def _single(plan: ServicePlan) -> Iterator[str]:
     from hocket.planning.service.pools import pools_sentence
 
-    yield f"{plan.model}, {plan.precision}: {_model(plan)}"
+    yield f"{plan.model}, {plan.stored.title}: {_model(plan)}"
     if plan.claim:
         yield f"Assumed: {plan.claim}."
     yield _asked(plan.service, plan.trace_requests)
@@ -209,7 +84,8 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         yield _percentiles(plan.best)
         yield from _unsure(plan.best, plan.service)
     yield from _legend(plan)
-    yield HERE
+    yield _emit_line(plan)
+    yield from _others(plan)
     for need in plan.need:
         yield ""
         yield from _need(need, plan.service)
@@ -350,6 +226,36 @@ def _need(need: NeedMap, service: Service) -> Iterator[str]:
         for rate, *both in zip(need.rates, need.gpus, need.layouts, strict=True)
     ]
     yield table_text(("requests/s", *goals), rows)
+
+
+def _emit_line(plan: ServicePlan) -> str:
+    """How the first deployment is run."""
+    tools = "hocket, vllm or sglang" if served_here(plan) else "vllm or sglang"
+    return f"--emit {tools} prints the command of the first deployment."
+
+
+def _others(plan: ServicePlan) -> Iterator[str]:
+    """The cheapest deployments with weights that are stored otherwise."""
+    from hocket.reporting.table import table_text
+
+    if not plan.others:
+        return
+    yield ""
+    yield (
+        "Weights stored otherwise (--quantization); fewer bits change the answers, so measure them:"
+    )
+    rows = []
+    for one in plan.others:
+        best = one.best
+        cells: tuple[str, ...] = ("-", "none meets the goals", "-", "-", "-")
+        if best is not None:
+            cells = (
+                str(best.num_gpus),
+                str(best.layout),
+                *(_row(best, plan)[i] for i in (2, 4, 6)),
+            )
+        rows.append((one.stored.quantization, format_bytes(one.weight_bytes), *cells))
+    yield table_text(("weights", "bytes", "GPUs", "layout", "TPOT", "tokens/s", "$/M tokens"), rows)
 
 
 def _memory_map(plan: ServicePlan, gpu: str) -> Iterator[str]:

@@ -28,6 +28,12 @@ OTHER = {"--tensor-parallel-size": "--tp-size", "--tp": "--tp-size",
 
 HALF = ("half", "float16")
 
+METHODS = {
+    "fp8": "fp8", "awq": "int4", "gptq": "int4", "bitsandbytes": "int4", "mxfp4": "mxfp4",
+    "modelopt_fp4": "fp4", "nvfp4": "fp4", "w8a8_int8": "int8",
+}  # fmt: skip
+"""Beginnings of values of `--quantization`, and what the planner calls them."""
+
 _NODES = {"--nnodes", "--node-rank", "--headless"}
 _PLACED = {
     "vllm": {
@@ -66,10 +72,15 @@ def _tokens(found: dict[str, Any], name: str, *, least: int = 1) -> int | None:
     return None if value is None else whole_number(value, name, least=least)
 
 
-def _precision(found: dict[str, Any]) -> str:
-    weights = str(found.get("--quantization"))
-    half = found.get("--dtype") in HALF
-    return "fp8" if weights.startswith("fp8") else "fp16" if half else "bf16"
+def _stored(found: dict[str, Any], notes: list[str]) -> tuple[str, str | None]:
+    """Precision and quantization of the weights; None: as the checkpoint is stored."""
+    asked = str(found.get("--quantization") or "")
+    name = next((own for prefix, own in METHODS.items() if asked.startswith(prefix)), None)
+    if asked and name is None:
+        notes.append(f"--quantization {asked} is estimated as the checkpoint is stored")
+    if name == "fp8":
+        return name, None
+    return "fp16" if found.get("--dtype") in HALF else "bf16", name
 
 
 def vllm(text: str) -> ToolConfiguration:
@@ -99,11 +110,13 @@ def vllm(text: str) -> ToolConfiguration:
     if "serve" in others:
         after = others[others.index("serve") + 1 :]
         model = after[0] if after else None
+    precision, quantization = _stored(found, notes)
     return ToolConfiguration(
         tool="vllm", fields=fields, data_ranks=data, world=tp * pp * data,
         microbatch=_tokens(found, "--max-num-batched-tokens"),
         seq_len=_tokens(found, "--max-model-len"), model=model or found.get("--model"),
-        precision=_precision(found), unread=unread(found, used), notes=tuple(notes),
+        precision=precision, quantization=quantization, unread=unread(found, used),
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -147,10 +160,11 @@ def sglang(text: str) -> ToolConfiguration:
     if tokens is not None and tokens < 1:
         notes.append("--chunked-prefill-size -1 (whole prompts) is estimated in chunks")
         tokens = None
+    precision, quantization = _stored(found, notes)
     return ToolConfiguration(
         tool="sglang", fields=fields, data_ranks=data * attention, world=ranks * pp * data,
         microbatch=tokens, seq_len=_tokens(found, "--context-length"),
-        model=found.get("--model-path"), precision=_precision(found),
+        model=found.get("--model-path"), precision=precision, quantization=quantization,
         unread=unread(found, used), notes=tuple(notes),
     )  # fmt: skip
 

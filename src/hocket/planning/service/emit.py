@@ -29,7 +29,8 @@ class Deployment:
         tokens: of the longest request. max_sequences: at once in a replica.
         max_num_batched_tokens: of one step.
         usable: share of a GPU's memory.
-        precision: of weights; quantized: the checkpoint itself is.
+        precision: of weights. expert_precision: of the experts' weights; None: the same.
+        quantized: the checkpoint itself is stored so. dequantized: it has fewer bits.
         cache_precision: of keys and values.
         heads, layers, experts: of the model; 0 experts where it is dense.
     """
@@ -50,6 +51,8 @@ class Deployment:
     layers: int
     experts: int = 0
     quantized: bool = False
+    dequantized: bool = False
+    expert_precision: str | None = None
     ep: int = 1
 
     @property
@@ -99,8 +102,10 @@ def _text(
 
 
 def _weights(one: Deployment, notes: list[str]) -> None:
-    if one.precision not in ("bf16", "fp16", "fp8") and not one.quantized:
-        notes.append(f"the plan is for {one.precision} weights: give a checkpoint made so")
+    named = one.precision not in ("bf16", "fp16", "fp8") or one.expert_precision is not None
+    if one.dequantized or (named and not one.quantized):
+        few = one.expert_precision or one.precision
+        notes.append(f"the plan is for {few} weights: give a checkpoint made so")
 
 
 def _vllm(one: Deployment) -> str:

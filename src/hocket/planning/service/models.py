@@ -104,13 +104,14 @@ def of_bytes(size: int, *, precision: str = "bf16", name: str = "") -> ModelShap
     Raises:
         OptionError: fewer bytes than such a model can have.
     """
-    parameters = size / WEIGHT_BYTES[precision]
-    vocab = 128256
+    each, vocab = WEIGHT_BYTES[precision], 128256
+    parameters = size / each
     best: tuple[float, int, int, int] | None = None
     for blocks in range(1, 65):
         hidden = KEYS * HEAD * blocks
         for layers in range(4, 4 * hidden // 256, 4):
-            rest = (parameters - 2 * vocab * hidden) / layers - 2 * hidden * hidden
+            ends = vocab * hidden * (WEIGHT_BYTES["bf16"] + each) / each  # embeddings keep 16 bits
+            rest = (parameters - ends) / layers - 2 * hidden * hidden
             ffn = round((rest - 2 * hidden * KEYS * HEAD) / (3 * hidden) / 256) * 256
             off = abs(ffn / hidden / 3.5 - 1) + abs(hidden / layers / 102.4 - 1)
             if ffn > 0 and (best is None or off < best[0]):

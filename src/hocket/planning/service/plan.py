@@ -26,6 +26,7 @@ from hocket.planning.service.search import (
     search_deployments,
     too_slow,
 )
+from hocket.planning.service.stored import NONE, OTHERS, StoredWeights
 from hocket.spec import legality, renamed
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
@@ -74,12 +75,31 @@ class KindAnswer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherWeights:
+    """The cheapest deployment with weights that are stored otherwise.
+
+    Attributes:
+        stored: how. weight_bytes: of all weights. best: None where none meets the goals.
+    """
+
+    stored: StoredWeights
+    weight_bytes: float
+    best: ServiceForecast | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        best = None if self.best is None else self.best.to_json()
+        return {**dataclasses.asdict(self), "best": best}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServicePlan:
     """GPUs for one service.
 
     Attributes:
         model: its name. claim, source: of a hypothesis, what it assumes and who says so.
-        service: the load and its goals. precision, engine: what is estimated.
+        service: the load and its goals. stored: precision of the weights. engine: what is
+            estimated.
         cache_precision: of keys and values.
         usable: share of a GPU's memory.
         parameters, weight_bytes, cache_bytes_per_token, heads, layers, experts: of the model; 0
@@ -90,12 +110,13 @@ class ServicePlan:
         need: GPUs over load and latency, one map for each kind that has an answer.
         memory_map: GPUs over concurrent requests and context: kind to rows; see `concurrent` and
             `contexts`.
+        others: the cheapest deployments with weights stored otherwise.
         explanation: sentences, where asked for. notes: what a reader should know.
     """
 
     model: str
     service: Service
-    precision: str
+    stored: StoredWeights
     engine: str
     usable: float
     parameters: int
@@ -116,8 +137,14 @@ class ServicePlan:
     memory_map: dict[str, tuple[tuple[int | None, ...], ...]] = dataclasses.field(
         default_factory=dict
     )
+    others: tuple[OtherWeights, ...] = ()
     explanation: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def precision(self) -> str:
+        """Of weights and products, experts' weights apart."""
+        return self.stored.precision
 
     @property
     def best(self) -> ServiceForecast | None:
@@ -128,6 +155,9 @@ class ServicePlan:
         """As plain JSON values."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["service"] = dataclasses.asdict(self.service)
+        data["precision"] = self.precision
+        data["stored"] = dataclasses.asdict(self.stored)
+        data["others"] = [one.to_json() for one in self.others]
         data["kinds"] = [kind.to_json() for kind in self.kinds]
         data["need"] = [one.to_json() for one in self.need]
         best = self.best
@@ -323,6 +353,31 @@ def _two_digits(value: float) -> float:
     return float(f"{math.floor(value / unit) * unit:.2g}")
 
 
+def other_weights(
+    problem: ServiceProblem, stored: StoredWeights, published: str, pins: Pins
+) -> tuple[OtherWeights, ...]:
+    """The cheapest deployment for each other way to store the weights: the checkpoint's own, 16
+    bits, and 8 and 4 where the checkpoint has more."""
+    published, found = published or NONE, []
+    fewer = OTHERS[: OTHERS.index(published)] if published in OTHERS else ()
+    for name in dict.fromkeys((published, *fewer, NONE)):
+        if name == stored.quantization:
+            continue
+        other = dataclasses.replace(stored, quantization=name, published=name == published)
+        asked = dataclasses.replace(
+            problem, precision=other.precision, expert_precision=other.expert_precision
+        )
+        best = next(iter(search_deployments(asked, top=1, pins=pins)), None)
+        found.append(
+            OtherWeights(
+                stored=other,
+                weight_bytes=asked.weights,
+                best=None if best is None else forecast_of(asked, best),
+            )
+        )
+    return tuple(found)
+
+
 def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
     """Most requests per second that the GPUs there are carry within the goals, to two digits."""
     best = 0.0
@@ -345,12 +400,16 @@ def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
 
 
 def impossible(
-    problem: ServiceProblem, kind: KindAnswer, others: Sequence[str], pins: Pins
+    problem: ServiceProblem,
+    kind: KindAnswer,
+    others: Sequence[str],
+    pins: Pins,
+    weights: Sequence[OtherWeights] = (),
 ) -> LayoutError:
     """The error where the only kind that was asked for will not do.
 
     Args:
-        others: other kinds that would, cheapest first.
+        others: other kinds that would, cheapest first. weights: with weights stored otherwise.
     """
     service = problem.service
     hint = None
@@ -368,6 +427,13 @@ def impossible(
         floor = math.ceil(kind.floor_tpot * 1e3)
         if floor > service.tpot_ms:
             hint = f"--tpot-ms {math.ceil(1.2 * floor)}; none of the GPUs compared is faster"
+    enough_bits = [one for one in weights if one.best is not None]
+    if enough_bits:
+        least = enough_bits[0]
+        assert least.best is not None
+        text = f"--quantization {least.stored.quantization} takes {least.best.num_gpus} GPU"
+        text += "s" * (least.best.num_gpus > 1) + f" ({least.best.layout})"
+        hint = text if hint is None else f"{hint}, or {text}"
     message = f"{problem.shape.name} on {problem.cluster.name}: {kind.reason}"
     if kind.pools is not None:
         message += (

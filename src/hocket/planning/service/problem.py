@@ -49,8 +49,8 @@ class ServiceProblem:
         cluster: what the GPUs stand in; its number of nodes counts only where `bounded`.
         service: the load and its goals.
         bounded: whether there are no more GPUs than the cluster has.
-        precision: of weights and products. cache_precision: of keys and values; None: 8 bits
-            with 8-bit weights, else 16.
+        precision: of weights and products. expert_precision: of the experts' weights; None: the
+            same. cache_precision: of keys and values; None: 8 bits with 8-bit weights, else 16.
         engine: whose constants price it; None: the default.
         usable: share of a GPU's memory that the engine may fill.
         trace: requests as they came, instead of equal ones that arrive at random; `service` has
@@ -66,6 +66,7 @@ class ServiceProblem:
     service: Service
     bounded: bool = False
     precision: str = "bf16"
+    expert_precision: str | None = None
     cache_precision: str | None = None
     engine: str | None = None
     usable: float = 0.9
@@ -190,7 +191,7 @@ class ServiceProblem:
     @functools.cached_property
     def weights(self) -> float:
         """Bytes of the model's weights, held once."""
-        return self.shape.num_parameters * WEIGHT_BYTES[self.precision]
+        return float(self.grouped(1).prices(1, 1).weight_bytes)
 
     @functools.cached_property
     def cache_per_token(self) -> float:
@@ -235,6 +236,7 @@ class ServiceProblem:
                 attention_dp=self.ep,
                 cp=self.cp,
                 precision=self.precision,
+                expert_precision=self.expert_precision,
                 cache_precision=self.cached_in,
                 engine=self.engine,
                 max_num_batched_tokens=chunk,
