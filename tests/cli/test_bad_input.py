@@ -192,6 +192,18 @@ def test_a_layout_that_cannot_be(
     assert f"hint: hocket {command} " in said
 
 
+@pytest.mark.parametrize("verb", ["train", "check"])
+def test_chunks_shorter_than_a_convolution(
+    refused: Run, tmp_path: Path, text: str, verb: str
+) -> None:
+    hybrid = tmp_path / "hybrid.json"
+    hybrid.write_text(json.dumps({**TINY, "model_type": "lfm2", "conv_L_cache": 7}))
+    data = ["--data", text] if verb == "train" else []
+    said = refused(verb, str(hybrid), *data, "--layout", "cp2", "--seq-len", "20")
+    assert "20 tokens are cut into 2 x cp = 4 chunks of 5, fewer than the 6 earlier inputs" in said
+    assert "--seq-len 24 is enough" in said
+
+
 def test_a_batch_that_does_not_divide(refused: Run, model: str, text: str) -> None:
     said = refused(
         "train", model, "--data", text, "--layout", "dp3", "--global-batch", "8", "--seq-len", "32"

@@ -68,9 +68,9 @@ CONV = {
     "layer_types": ["conv", "full_attention"] * 2,
 }  # fmt: skip
 HANDED = {
-    "mamba2": Handed(inputs=(64 + 2 * 2 * 16) * 2, state=8 * 8 * 16),
-    "delta": Handed(inputs=(2 * 16 + 48) * 2, state=4 * 8 * 12),
-    "conv": Handed(inputs=32 * 2),
+    "mamba2": Handed(inputs=(64 + 2 * 2 * 16) * 2, state=8 * 8 * 16, width=2),
+    "delta": Handed(inputs=(2 * 16 + 48) * 2, state=4 * 8 * 12, width=2),
+    "conv": Handed(inputs=32 * 2, width=2),
 }
 """What recurrent layers hand on, by hand: channels of the convolution times one less than its 3
 taps; heads times the sizes of their state."""

@@ -114,3 +114,43 @@ def test_a_type_without_a_language_model_of_its_own_is_rejected(tmp_path: Path) 
     )
     with pytest.raises(ModelError, match="not a text-only"):
         resolve_model(tmp_path)
+
+
+INSIDE = {
+    "dots3_note": "dots3_note_text", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "got_ocr2": "qwen2",
+    "llama4": "llama4_text", "moss_transcribe_diarize": "qwen3", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text", "qwen4_exp": "qwen4_exp_text",
+}  # fmt: skip
+"""Multimodal types with a causal class, and the type of the language model inside."""
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_samples_hold_the_type_that_transformers_builds(kind: str, tmp_path: Path) -> None:
+    """The matrices try the language model inside, in both configurations."""
+    import transformers
+
+    from hocket.models.samples import sample_config, switches
+
+    own = transformers.CONFIG_MAPPING[kind]()
+    assert own.get_text_config().model_type == INSIDE[kind]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sample_config(kind)))
+    found = resolve_model(file)
+    assert found.config["model_type"] == INSIDE[kind]
+    assert found.dimensions.num_layers > 1
+    assert switches(kind) == switches(INSIDE[kind])
+
+
+def test_no_multimodal_sample_is_without_its_language_model() -> None:
+    from hocket.models import registry
+    from hocket.models.samples import sample_config
+
+    missing = [
+        kind
+        for kind, architecture in registry.causal_classes().items()
+        if architecture.endswith("ForConditionalGeneration")
+        and "text_config" in registry.defaults(kind).values
+        and "text_config" not in sample_config(kind)
+    ]
+    assert missing == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -15,7 +16,7 @@ from hocket.planning.layouts import layout_at, legal_layouts, row, tensor_degree
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import LayoutError, ScheduleError
 from hocket.spec.layout import CUTS, Layout
-from hocket.spec.model_shape import ModelShape
+from hocket.spec.model_shape import Handed, ModelShape
 from hocket.spec.run import Workload
 
 SEQ_LEN, BATCH = 36, 24
@@ -28,26 +29,35 @@ def no_hints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MODELS = [
-    # layers, heads, key/value heads, inner features, vocabulary
+    # layers, heads, key/value heads, inner features, vocabulary, inputs that a convolution reads
     # Inner features divide wherever heads do: `decoder` leaves their number out of its weights.
-    (6, 8, 2, 64, 1000),
-    (4, 12, 4, 96, 50),
-    (5, 6, 3, 36, 7),
-    (3, 8, 8, 24, 9),
-    (2, 4, 1, 48, 3),
-    (4, 12, 12, 48, 100),
+    (6, 8, 2, 64, 1000, 0),
+    (4, 12, 4, 96, 50, 0),
+    (5, 6, 3, 36, 7, 0),
+    (3, 8, 8, 24, 9, 0),
+    (2, 4, 1, 48, 3, 0),
+    (4, 12, 12, 48, 100, 0),
+    (4, 12, 12, 48, 100, 7),  # chunks of 9 at cp2, of 6 at cp3
 ]
 
 
 def shape(sizes: tuple[int, ...]) -> ModelShape:
-    layers, heads, kv_heads, ffn, vocab = sizes
-    return decoder(
+    layers, heads, kv_heads, ffn, vocab, width = sizes
+    found = decoder(
         layers=layers, hidden=8 * heads, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab
     )
+    if not width:
+        return found
+    handed = (Handed(inputs=8 * heads * width, width=width),)
+    blocks = {
+        kind: dataclasses.replace(block, handed=handed) if kind in found.layers else block
+        for kind, block in found.blocks.items()
+    }
+    return dataclasses.replace(found, blocks=blocks)
 
 
 def dimensions(sizes: tuple[int, ...]) -> Dimensions:
-    layers, heads, kv_heads, ffn, vocab = sizes
+    layers, heads, kv_heads, ffn, vocab, width = sizes
     return Dimensions(
         hidden_size=8 * heads,
         num_layers=layers,
@@ -59,6 +69,7 @@ def dimensions(sizes: tuple[int, ...]) -> Dimensions:
         max_positions=None,
         num_experts=0,
         tied=False,
+        handed_width=width,
     )
 
 

@@ -61,6 +61,8 @@ def test_what_is_cut_in_two_halves() -> None:
     assert [cp for cp in range(1, 9) if legality.context(12, cp)] == [1, 2, 3, 6]
     assert legality.context(7, 1)
     assert not legality.context(7, 7)
+    # Chunks of 12, 6, 4, 3 and 2.
+    assert [cp for cp in (1, 2, 3, 4, 6) if legality.context(24, cp, 4)] == [1, 2, 3]
 
 
 def test_experts_over_ranks() -> None:

@@ -110,6 +110,14 @@ def _problems(
             f"sequences of {workload.seq_len} tokens do not divide into 2 x cp = {chunks} chunks; "
             f"--seq-len {near} does"
         )
+    elif not legality.context(workload.seq_len, layout.cp, model.handed_width):
+        chunks = 2 * layout.cp
+        yield (
+            f"sequences of {workload.seq_len} tokens are cut into 2 x cp = {chunks} chunks of "
+            f"{workload.seq_len // chunks}, fewer than the {model.handed_width} earlier inputs "
+            f"that a convolution of the model reads; --seq-len {chunks * model.handed_width} is "
+            "enough"
+        )
     batch = workload.global_batch // layout.dp
     if not legality.batch(workload.global_batch, layout.dp):
         yield f"the global batch of {workload.global_batch} does not divide over dp {layout.dp}"
@@ -229,7 +237,8 @@ def _candidates(
         degrees = [
             (dp, pp, size // dp // pp) for dp in divisors(size) for pp in divisors(size // dp)
         ]
-    cp = layout.cp if legality.context(workload.seq_len, layout.cp) else 1
+    fits = legality.context(workload.seq_len, layout.cp, model.handed_width)
+    cp = layout.cp if fits else 1
     if size % cp == 0 and cp > 1:
         degrees += [
             (dp, pp, size // cp // dp // pp)

@@ -81,14 +81,15 @@ def state_sizes(model: nn.Module, hidden_size: int) -> dict[str, Handed]:
         hidden = torch.empty(1, 1, width, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             type(module).forward(module, hidden, **{cache_argument(module): cache})
-        inputs = state = 0
+        inputs = state = width = 0
         for (kind, _), (sizes, _) in cache.shapes.items():
             if kind == CONV:
                 *channels, taps = sizes
                 inputs += math.prod(channels) * (taps - 1)
+                width = max(width, taps - 1)
             else:
                 state += math.prod(sizes)
-        found[name] = Handed(inputs=inputs, state=state)
+        found[name] = Handed(inputs=inputs, state=state, width=width)
     return found
 
 

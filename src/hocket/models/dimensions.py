@@ -22,9 +22,15 @@ _NAMES = {
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "tied": ("tie_word_embeddings",),
+    "taps": (
+        "linear_conv_kernel_dim", "short_conv_kernel_size", "mamba_d_conv", "conv_L_cache",
+        "conv_kernel_size", "conv_kernel",
+    ),
 }  # fmt: skip
 _KINDS = ("layer_types", "layers_block_type")
 """A list of what each layer is, which says how many there are where nothing else does."""
+_CONVOLVED = ("linear", "conv", "mamba", "hybrid", "recurrent")
+"""Parts of the names of layers that hold a convolution along the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,8 @@ class Dimensions:
         max_positions: longest sequence the model has positions for, None if unbounded.
         num_experts: 0 for a dense model.
         tied: whether the output head shares the embedding's values.
+        handed_width: earlier inputs that a convolution along the sequence reads, one less than its
+            taps; 0: no layer has one.
     """
 
     hidden_size: int
@@ -51,6 +59,7 @@ class Dimensions:
     max_positions: int | None
     num_experts: int
     tied: bool
+    handed_width: int = 0
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
@@ -113,7 +122,16 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         max_positions=positions if isinstance(positions, int) and model_type != "bloom" else None,
         num_experts=find("num_experts") or _nested_experts(config),
         tied=bool(find("tied")),
+        handed_width=_handed_width(config, find("taps")),
     )
+
+
+def _handed_width(config: Mapping[str, Any], taps: Any) -> int:
+    """A configuration that lists its layers may have none of those that its class has."""
+    lists = [config[name] for name in _KINDS if isinstance(config.get(name), list)]
+    kinds = [str(kind) for kinds in lists for kind in kinds]
+    none = bool(kinds) and not any(word in kind for kind in kinds for word in _CONVOLVED)
+    return 0 if none or not isinstance(taps, int) else max(0, taps - 1)
 
 
 def _nested_experts(config: Mapping[str, Any]) -> int:

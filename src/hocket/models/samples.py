@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.models import registry
+from hocket.models.text_part import text_config
 
 _DECODER = {"is_decoder": True}
 
@@ -56,6 +57,10 @@ SAID: Mapping[str, Mapping[str, Any]] = {
 """Model type to what its configuration class leaves open."""
 
 
+_INSIDE = {"got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3"}
+"""Multimodal type to the type inside, as its class builds it where its name does not say."""
+
+
 _NOT_SWITCHES = (
     "use_cache", "is_decoder", "is_encoder_decoder", "add_cross_attention", "output_", "return_",
     "tie_encoder_decoder", "torchscript", "gradient_checkpointing", "router_aux", "init_", "do_",
@@ -72,6 +77,7 @@ _ON: Mapping[str, Any] = {"output_router_logits": True, "z_loss_coefficient": 0.
 def switches(kind: str) -> dict[str, Any]:
     """The optional switches of a type's configuration, each with the opposite of its default:
     biases, norms of queries and keys, ties, parallel residuals, losses of routers ..."""
+    kind = _inside(kind) or kind
     named, known = sample_config(kind), registry.defaults(kind).values
     return {
         name: not value
@@ -84,9 +90,20 @@ def sample_config(kind: str) -> dict[str, Any]:
     """The configuration, as of a checkpoint's config.json, whose proxy model represents a type.
 
     A type that attends both ways by default is made a decoder, which is what makes a causal
-    language model of it.
+    language model of it. A multimodal type has the sample of the language model inside.
     """
+    if (inner := _inside(kind)) is not None:
+        return {"model_type": kind, "text_config": sample_config(inner)}
     config: dict[str, Any] = {"model_type": kind, **SAID.get(kind, {})}
     if registry.defaults(kind).values.get("is_decoder") is False:
         config |= _DECODER
     return config
+
+
+def _inside(kind: str) -> str | None:
+    """The type of the language model inside a multimodal one; None where none is known."""
+    if "text_config" not in registry.defaults(kind).values:
+        return None
+    inner = _INSIDE.get(kind, f"{kind}_text")
+    outer = {"model_type": kind, "text_config": {"model_type": inner}}
+    return inner if text_config(outer) is not None else None

@@ -208,8 +208,8 @@ def _problems(
             )
     elif not legality.stages(layers, layout.num_stages):
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
-    if not legality.context(seq_len, layout.cp):
-        yield f"a sequence of {seq_len} does not divide over 2 x cp {layout.cp}", None
+    if not legality.context(seq_len, layout.cp, shape.handed_width):
+        yield _unsplit(seq_len, layout.cp, shape), None
     if layout.ep > 1 and not shape.experts:
         yield f"{shape.name} has no experts to divide over ep {layout.ep}", "ep1"
     elif not legality.experts(shape.experts, layout.ep):
@@ -283,8 +283,8 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
     for name in ("dp", "microbatch", "microbatches"):
         if not legality.batch(batch, pins.get(name, 1)):
             return f"the global batch of {batch} does not divide by {name} {pins[name]}"
-    if not legality.context(seq_len, pins.get("cp", 1)):
-        return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
+    if not legality.context(seq_len, pins.get("cp", 1), shape.handed_width):
+        return _unsplit(seq_len, pins["cp"], shape)
     if pins.get("sequence_parallel") and pins.get("tp") == 1:
         return "sequence_parallel shards sequences over tensor ranks, and tp is pinned at 1"
     offload = pins.get("offload", "none")
@@ -298,6 +298,16 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
     if "shard" in pins and pins.get("zero") == 0:
         return f"shard {pins['shard']} applies to ZeRO, and zero is pinned at 0"
     return None
+
+
+def _unsplit(seq_len: int, cp: int, shape: ModelShape) -> str:
+    """Why context ranks cannot divide a sequence."""
+    if not legality.context(seq_len, cp):
+        return f"a sequence of {seq_len} does not divide over 2 x cp {cp}"
+    return (
+        f"a sequence of {seq_len} over 2 x cp {cp} has chunks of {seq_len // (2 * cp)}, fewer than "
+        f"the {shape.handed_width} earlier inputs that its convolutions read"
+    )
 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
@@ -337,7 +347,7 @@ def _meshes(
     sizes = divisors(num_gpus)
     tensor = _degrees("tp", [n for n in tensor_degrees(shape) if num_gpus % n == 0], pins, here)
     stages = _degrees("pp", _stage_counts(len(shape.layers), sizes), pins, here)
-    halves = [n for n in sizes if legality.context(seq_len, n)]
+    halves = [n for n in sizes if legality.context(seq_len, n, shape.handed_width)]
     context = _degrees("cp", halves, pins, here)
     expert = _degrees("ep", divisors(shape.experts) if shape.experts else [1], pins, here)
     found = []

@@ -93,7 +93,7 @@ def _exchanging(
     """A mesh, and those in which some of its data ranks are context ranks, experts lie over ranks,
     or both; each expert sliced over tp, or whole (etp1)."""
     for cp in divisors(mesh.dp) if "cp" in axes else [1]:
-        if cp > 1 and not legality.context(workload.seq_len, cp):
+        if cp > 1 and not legality.context(workload.seq_len, cp, shape.handed_width):
             continue
         dp = mesh.dp // cp
         yield dataclasses.replace(mesh, dp=dp, cp=cp)

@@ -88,9 +88,10 @@ def usual_microbatches(rank_batch: int, pp: int) -> int:
     return max(fitting, default=1)
 
 
-def context(seq_len: int, cp: int) -> bool:
-    """A sequence over context ranks: causal work is dealt in two halves."""
-    return cp == 1 or seq_len % (2 * cp) == 0
+def context(seq_len: int, cp: int, width: int = 0) -> bool:
+    """A sequence over context ranks: causal work is dealt in two halves, and a convolution along
+    the sequence reads `width` earlier inputs, which come from one chunk alone."""
+    return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // (2 * cp) >= width)
 
 
 def slices(seq_len: int, cp: Numbers, tp: Numbers) -> Numbers:

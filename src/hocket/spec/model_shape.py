@@ -93,12 +93,13 @@ class Attention:
 class Handed:
     """What a recurrent layer hands on along the sequence, in elements of one row.
 
-    `inputs`: of its convolution, its channels times one less than its taps. `state`: of its scan,
-    in fp32; 0: it has none.
+    `inputs`: of its convolution, its channels times `width`, which is one less than its taps.
+    `state`: of its scan, in fp32; 0: it has none.
     """
 
     inputs: int
     state: int = 0
+    width: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,6 +263,12 @@ class ModelShape:
             for kind, block in self.blocks.items()
         }
         return dataclasses.replace(self, blocks=blocks)
+
+    @property
+    def handed_width(self) -> int:
+        """Earlier inputs that the widest convolution along the sequence reads; 0: there is none."""
+        blocks = self.blocks.values()
+        return max((each.width for block in blocks for each in block.handed), default=0)
 
     @property
     def attends(self) -> bool:
