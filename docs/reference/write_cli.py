@@ -62,11 +62,16 @@ JSON_HEAD = """\
 
 Written by `docs/reference/write_cli.py` from `hocket.cli.events`; do not edit.
 
-`train`, `serve`, `check` and `probe` print events with `--json`: one object a line, each with
-`schema` (1) and `event`. `--quiet` leaves out `phase`, `progress` and `note`. A reader ignores
-events and keys that it does not know; `schema` is raised where one is removed or changes its
-meaning. Other verbs print one object, and `check --matrix`, `rehearse --matrix`, `ledger`,
-`generate` and `models` one a row.
+With `--json`, stdout holds JSON alone; progress of verbs without events goes to stderr.
+
+- `train`, `serve`, `check` and `probe` print events: one object a line, each with `schema` (1)
+  and `event`, a dry run as `result`. `--quiet` leaves out `phase`, `progress` and `note`. A reader
+  ignores events and keys that it does not know; `schema` is raised where one is removed or changes
+  its meaning.
+- `generate`, `models`, `doctor --list`, `check --matrix` and `rehearse --matrix` print one object
+  a line, one per prompt, model, check or cell. Other verbs print one object.
+- A command that fails prints the event `error` as the last line, and the same text on stderr.
+  `rehearse` prints its report before, if the job was executed and does not complete or fit.
 
 ```
 hocket train tiny-llama --data CHANGELOG.md --seq-len 64 --global-batch 8 --steps 5 --json --quiet

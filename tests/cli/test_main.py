@@ -64,12 +64,12 @@ def test_every_exit_code_is_documented() -> None:
     page = (ROOT / "docs/reference/cli.md").read_text("utf-8")
     for code, meaning in EXIT_CODES.items():
         assert f"| {code} | {meaning} |" in page
+    from hocket.cli.internal_error import INTERNAL
     from hocket.cli.train import STOPPED
     from hocket.spec.errors import HocketError, RankFailure
 
-    assert {0, 1, 2, 130, 141, STOPPED, HocketError.exit_code, RankFailure.exit_code} == set(
-        EXIT_CODES
-    )
+    ours = {HocketError.exit_code, RankFailure.exit_code, STOPPED, INTERNAL}
+    assert {0, 1, 2, 130, 141, *ours} == set(EXIT_CODES)
 
 
 @pytest.mark.parametrize(

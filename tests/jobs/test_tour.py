@@ -150,7 +150,7 @@ def test_stops_that_judge_times_run(
         monkeypatch.setitem(WIDE, name, value)
     monkeypatch.setitem(SIZES, "seq_len", 16)
     code = main(["tour", "--stops", *sorted(TIMED), "--json"])
-    stops = [Stop.from_json(row) for row in json.loads(capsys.readouterr().out)]
+    stops = [Stop.from_json(row) for row in json.loads(capsys.readouterr().out)["stops"]]
     assert {stop.key for stop in stops} == TIMED
     assert code == int(any(stop.verdict == "false" for stop in stops))
     for stop in stops:
@@ -168,7 +168,7 @@ def test_tour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["tour", "--stops", "threads", "columns", "half_layers", "three",
          "--out", str(page), "--json"]
     )  # fmt: skip
-    stops = [Stop.from_json(row) for row in json.loads(capsys.readouterr().out)]
+    stops = [Stop.from_json(row) for row in json.loads(capsys.readouterr().out)["stops"]]
     assert code == 0, stops
     assert [stop.key for stop in stops] == ["threads", "columns", "half_layers", "three"]
     assert all(stop.verdict == "true" for stop in stops)

@@ -100,7 +100,7 @@ def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
     small = dataclasses.replace(found, device_memory=int(0.8 * held))
     monkeypatch.setattr(job, "rehearse_replica", lambda spec, gpu: small)
     with pytest.raises(LayoutError, match=r"rank 0 needs .* of weights, .* H100") as caught:
-        print_serving(spec, gpu="H100", json=True)
+        print_serving(spec, gpu="H100", as_json=True)
     assert json.loads(capsys.readouterr().out)["peak_bytes"] == [held]
     assert caught.value.hint == "--layout tp2"
     tiny = dataclasses.replace(found, device_memory=1000)

@@ -197,7 +197,7 @@ def test_an_unknown_flag_names_the_nearest_in_the_whole_command() -> None:
     assert caught.value.hint == "hocket train m --lr-schedule linear"
     with pytest.raises(OptionError) as caught:
         spelling.current("train", ["m", "--frobnicate"], FLAGS["train"])
-    assert caught.value.hint == "hocket train -h", "no far suggestion"
+    assert caught.value.hint == "hocket train --help all", "no far suggestion"
 
 
 def test_a_config_takes_old_names_and_synonyms(tmp_path: Path) -> None:

@@ -212,7 +212,8 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         return typed_options(_options(path))
     except OptionError as error:
-        raise OptionError(f"{path}: {error.message}", hint=error.hint) from None
+        where = "" if path in error.message else f"{path}: "
+        raise OptionError(f"{where}{error.message}", hint=error.hint) from None
 
 
 def _options(path: str, verb: str = "train") -> dict[str, Any]:

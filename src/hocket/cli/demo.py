@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     flags = parse_flags(Demo, "demo", arguments, Demo())
     said = flag_values(flags, also=explicit(arguments))
-    from hocket.cli.progress import progress
+    from hocket.cli.progress import Event, progress
     from hocket.cli.summary import next_steps
     from hocket.cli.terminal import terminal
     from hocket.jobs.demo import demo, demo_options
@@ -62,14 +62,20 @@ def main(arguments: Sequence[str]) -> int:
     full = bool(said.pop("full", False))
     wanted = demo_options(said, full=full)
     color, width = terminal()
-    print(
+    header = (
         f"hocket demo: {wanted.layout.axes_text()}, {wanted.layout.world_size} ranks\n"
         f"{wanted.options.steps} steps of {wanted.workload.global_batch} sequences of "
-        f"{wanted.workload.seq_len} tokens of the Python standard library's own text\n",
-        flush=True,
+        f"{wanted.workload.seq_len} tokens of the Python standard library's own text\n"
     )
     with contextlib.ExitStack() as stack:
-        on_event = stack.enter_context(progress())
+        listener = stack.enter_context(progress())
+
+        def on_event(event: Event) -> None:
+            nonlocal header
+            if header:  # with the first event: a command that is rejected prints its error alone
+                print(header, flush=True)
+                header = ""
+            listener(event)
 
         def show(text: str) -> None:
             stack.close()  # the bar is done: what follows is printed below it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Doctor:
         minutes: time limit on GPUs; checks beyond it are reported as cannot (default: 10 on one
             GPU, 40 on several).
         list: list the checks, with the seconds that each takes on a GPU.
-        json: print the report card as one JSON object.
+        json: print the report card as one JSON object; with --list one per check.
     """
 
     gpu: bool = False
@@ -60,7 +61,10 @@ def main(arguments: Sequence[str]) -> int:
 
     checks = job.chosen_checks(gpu=flags.gpu, only=flags.only, groups=flags.group)
     if flags.list:
-        print(job.listing(checks))
+        for row in job.check_rows(checks) if flags.json else ():
+            print(json.dumps(row))
+        if not flags.json:
+            print(job.listing(checks))
         return 0
     plain = not (flags.json or flags.gpu or flags.only or flags.group)
     waiting: list[str] = []

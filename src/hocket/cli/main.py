@@ -77,6 +77,7 @@ EXIT_CODES = {
     0: "done",
     1: "a check failed, a rank died, or requests were cut off",
     2: "the command cannot be carried out as it is; the hint is what to change",
+    70: "an error of hocket itself; the message names a file with its traceback (EX_SOFTWARE)",
     75: "a signal stopped training after a checkpoint; the same command continues (EX_TEMPFAIL)",
     130: "interrupted with Ctrl-C",
     141: "the reader of stdout has gone, as with `| head`",
@@ -108,27 +109,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of `EXIT_CODES`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        return _code(arguments)
+    except BrokenPipeError:
+        # The reader of stdout has gone, as `| head` does: nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _code(arguments: list[str]) -> int:
+    """Run one command, its errors printed."""
+    try:
         with downloads.download_listener(_download), warnings.catch_warnings():
             _show_renamed()
             code = _verb(arguments)
         sys.stdout.flush()
         return code
     except HocketError as error:
-        return _failed(error, arguments)
+        return print_error(error, arguments)
     except KeyboardInterrupt:
-        print("hocket: interrupted", file=sys.stderr)
         exec("")  # resets CPython's mark of an interrupted exec(), which would end it by SIGINT
-        return 130
-    except BrokenPipeError:
-        # The reader of stdout has gone, as `| head` does: nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return print_error(HocketError("interrupted"), arguments, code=130)
     except OSError as error:
         if error.errno not in _THE_FILE_SYSTEMS:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        print(f"hocket: {_printable(where)}{error.strerror}", file=sys.stderr)
-        return HocketError.exit_code
+        return print_error(HocketError(f"{where}{error.strerror}"), arguments)
 
 
 def _show_renamed() -> None:
@@ -166,9 +171,10 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _failed(error: HocketError, arguments: list[str]) -> int:
+def print_error(error: HocketError, arguments: list[str], code: int | None = None) -> int:
     """Print an error, its hint as a whole command where it is one of flags; with --json also as an
-    object on stdout. Returns its exit code."""
+    object on stdout. Returns its exit code, or `code`."""
+    code = error.exit_code if code is None else code
     hint = error.hint
     if hint is not None and hint.startswith("--") and arguments and arguments[0] in VERBS:
         from hocket.cli import spelling
@@ -181,10 +187,10 @@ def _failed(error: HocketError, arguments: list[str]) -> int:
     if "--json" in arguments:
         from hocket.cli.events import print_event
 
-        found = {"message": error.message, "hint": hint, "exit_code": error.exit_code}
+        found = {"message": error.message, "hint": hint, "exit_code": code}
         print_event({"event": "error", "error": found})
     print(f"hocket: {_printable(text)}", file=sys.stderr)
-    return error.exit_code
+    return code
 
 
 def _with_near(arguments: list[str], message: str, near: str) -> str | None:
@@ -234,10 +240,10 @@ def _verb(arguments: list[str]) -> int:
         print(help_text(verb, module, topic), end="")
         return 0
 
+    rest, quiet = _switch(rest, "--quiet", "-q")
     if getattr(module, "FLAGS_OF_OTHERS", False):
         return int(module.main(rest))
     known = spelling.flags_of(module)
-    rest, quiet = _switch(rest, "--quiet", "-q")
     rest = config._expanded_settings(verb, spelling.current(verb, rest, known), known)
     rest = spelling.checked_arguments(verb, rest, known)
     with progress.silenced(quiet):

@@ -168,6 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     """Plan and print. Returns 0."""
     flags = parse_flags(PlanFlags, "plan", arguments, PlanFlags())
     written = explicit(arguments)
+    _one_output(flags)
     if flags.serve:
         return _serve(flags, written)
     for name in SERVING:
@@ -247,6 +248,21 @@ def main(arguments: Sequence[str]) -> int:
         if job.trains(found):
             show(job.train_command(found), job.rehearsal(found))
     return 0
+
+
+def _one_output(flags: PlanFlags) -> None:
+    """Reject flags that each ask for another output, of which one would be ignored."""
+    reader = "--from with --serve" if flags.source is not None and flags.serve else ""
+    if flags.html is not None:
+        other = ["--json"] * flags.json + ["--emit"] * (flags.emit is not None)
+        other += ["--serve"] * flags.serve
+        if other:
+            raise OptionError(
+                f"--html writes the page of a training plan; {other[0]} asks for another output",
+                hint=f"leave --html or {other[0]} out",
+            )
+    elif reader and flags.json:
+        raise OptionError(f"{reader} prints text only", hint="leave --json out")
 
 
 FROM = {

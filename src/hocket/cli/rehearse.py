@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -173,16 +174,21 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
         layers=flags.layers,
         trust_remote_code=flags.trust_remote_code,
     )
-    return print_serving(spec, gpu=flags.gpu, json=flags.json)
+    return print_serving(spec, gpu=flags.gpu, as_json=flags.json)
 
 
-def print_serving(spec: RunSpec, *, gpu: str, json: bool) -> int:
-    """Rehearse one replica and print the report. Returns 0. Raises HocketError if its steps do not
-    end or do not fit."""
+def print_serving(spec: RunSpec, *, gpu: str, as_json: bool, as_event: bool = False) -> int:
+    """Rehearse one replica and print the report, with `as_event` as the event `result`. Returns 0.
+    Raises HocketError if its steps do not end or do not fit."""
     from hocket.jobs.serving.rehearsal_fit import require_replica
     from hocket.jobs.serving.rehearse import rehearse_replica
 
     found = rehearse_replica(spec, gpu=gpu)
-    print(found.to_json() if json else found.text(), flush=True)
+    if as_event:
+        from hocket.cli.events import print_result
+
+        print_result(json.loads(found.to_json()))
+    else:
+        print(found.to_json() if as_json else found.text(), flush=True)
     require_replica(found, spec)
     return 0

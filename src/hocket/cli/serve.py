@@ -87,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
 
         server = request.server({"model": flags.model, **said})
         require_startable(server)
-        return print_serving(replica_of(server), gpu="H100", json=flags.json)
+        return print_serving(
+            replica_of(server), gpu="H100", as_json=flags.json, as_event=flags.json
+        )
     from hocket.jobs.serving.server import serve_model
 
     with json_events() if flags.json else contextlib.nullcontext(Lines()) as on_event:

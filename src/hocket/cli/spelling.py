@@ -143,9 +143,13 @@ def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, F
             place = index if equals else index + 1
             arguments[place] = f"{written}={value}" if equals else value
         if flag.choices and value.lower() not in flag.choices:
-            message, hint = unknown(flag.name.replace("_", "-"), value, flag.choices)
+            option = flag.name.replace("_", "-")
+            message, _ = unknown(option, value, flag.choices)
             near = nearest(value, flag.choices)
-            raise OptionError(message, hint=hint if near is None else f"{written} {near}")
+            raise OptionError(
+                message,
+                hint=f"hocket {verb} --help {option}" if near is None else f"{written} {near}",
+            )
     return arguments
 
 
@@ -211,7 +215,9 @@ def unknown_flag(
         return OptionError(f"unknown option {written} of hocket {verb}", hint=EXPLAINED[name])
     near = nearest_option(name, {n for n, flag in known.items() if not flag.positional})
     if near is None:
-        return OptionError(f"unknown option {written} of hocket {verb}", hint=f"hocket {verb} -h")
+        return OptionError(
+            f"unknown option {written} of hocket {verb}", hint=f"hocket {verb} --help all"
+        )
     mended = [*arguments]
     mended[index] = arguments[index].replace(written, spelled(near), 1)
     return OptionError(

@@ -28,7 +28,7 @@ class Tour:
             (default: all).
         out: write the tour to this Markdown file as well.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo.
-        json: print one JSON object.
+        json: print one JSON object: `stops`.
     """
 
     lang: str = "en"
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
     found = tour(only=flags.stops, backend=flags.backend, on_stop=show)
     if flags.json:
-        print(json.dumps([stop.to_json() for stop in found]))
+        print(json.dumps({"stops": [stop.to_json() for stop in found]}))
     if flags.out is not None:
         write_tour(flags.out, found, flags.lang)
         print(f"{flags.out} written", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -165,12 +164,14 @@ def _dry_run(flags: Train, said: dict[str, Any]) -> int:
     from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
 
-    with (
-        contextlib.redirect_stdout(sys.stderr if flags.json else sys.stdout),
-        progress() as on_event,
-    ):
+    with progress(as_json=flags.json) as on_event:
         found = dry_run(request({"model": _run_model(said), **said}), JobRecorder(on_event))
-    print(found.to_json() if flags.json else dry_run_text(found))
+    if flags.json:
+        from hocket.cli.events import print_result
+
+        print_result(found.to_json())
+    else:
+        print(dry_run_text(found))
     return 0
 
 

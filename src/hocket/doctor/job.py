@@ -82,6 +82,11 @@ def doctor(
     return report_card(checks, limit=60.0 * minutes, on_line=on_line, here=here)
 
 
+def check_rows(checks: Sequence[GpuCheck]) -> list[dict[str, object]]:
+    """The checks as `hocket doctor --list --json` prints them."""
+    return [{"id": c.id, "group": c.group, "what": c.what, "seconds": c.seconds} for c in checks]
+
+
 def listing(checks: Sequence[GpuCheck]) -> str:
     """The checks, with the seconds that each takes on a GPU."""
     width = max(len(check.id) for check in checks)

@@ -84,7 +84,7 @@ class DryRun:
     reason: str = ""
     here: Forecast | None = None
 
-    def to_json(self) -> str:
+    def to_json(self) -> dict[str, Any]:
         """The keys of a rehearsal's report, and these."""
         report = json.loads(self.rehearsed.report.to_json())
         own = {
@@ -95,7 +95,7 @@ class DryRun:
             "duration": None if self.duration is None else dataclasses.asdict(self.duration),
             "here": None if self.here is None else json.loads(self.here.to_json()),
         }
-        return json.dumps({**report, **own}, indent=1)
+        return {**report, **own}
 
 
 def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
