@@ -39,8 +39,9 @@ def paged(kv: list[Any], tables: Any, block: int, blocks: int) -> Any:
 @pytest.mark.parametrize("size", [32, 64, 128, 20])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.5])
 def test_attention_of_decoding_rows(
-    kernels: CpuKernels, size: int, window: int | None, sinks: bool
+    kernels: CpuKernels, size: int, window: int | None, sinks: bool, softcap: float | None
 ) -> None:
     torch.manual_seed(size)
     block, heads, group, lengths = 4, 2, 3, [1, 4, 5, 13, 30]
@@ -52,13 +53,16 @@ def test_attention_of_decoding_rows(
     q, sink = merged[:, : heads * group], torch.randn(heads * group) if sinks else None
     made = kernels.attend(
         q, paged(keys, tables, block, 64), paged(values, tables, block, 64), tables,
-        torch.tensor(lengths), longest=32, scaling=0.3, window=window, sinks=sink,
+        torch.tensor(lengths), longest=32, scaling=0.3, window=window, softcap=softcap,
+        sinks=sink,
     )  # fmt: skip
     for row, n in enumerate(lengths):
         first = max(0, n - window) if window else 0
         k = keys[row][:, first:].repeat_interleave(group, 0)
         v = values[row][:, first:].repeat_interleave(group, 0)
         scores = torch.einsum("ad,atd->at", q[row], k) * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if sink is not None:
             scores = torch.cat([scores, sink.unsqueeze(1)], 1)
         weights = scores.softmax(-1)[:, : n - first]
@@ -69,6 +73,7 @@ def test_attention_of_decoding_rows(
 @pytest.mark.parametrize("size", [32, 128, 20])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 37), (5, 8), (31, 17)])
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (7, True), (20, False)])
+@pytest.mark.parametrize("softcap", [None, 0.5])
 def test_attention_of_a_chunk(
     form: str,
     kernels: CpuKernels,
@@ -77,6 +82,7 @@ def test_attention_of_a_chunk(
     count: int,
     window: int | None,
     sinks: bool,
+    softcap: float | None,
 ) -> None:
     torch.manual_seed(start + count)
     heads, group, total = 2, 3, start + count
@@ -88,10 +94,13 @@ def test_attention_of_a_chunk(
     sink = torch.randn(heads * group) if sinks else None
     made = torch.empty(count, heads * group, width)
     kernels.attend_chunk(
-        q, *pools, table, start=start, scaling=0.3, out=made, window=window, sinks=sink
-    )
+        q, *pools, table, start=start, scaling=0.3, out=made, window=window, softcap=softcap,
+        sinks=sink,
+    )  # fmt: skip
     k, v = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     scores = torch.einsum("acd,atd->act", q[0], k) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     at, seen = torch.arange(start, total).unsqueeze(1), torch.arange(total)
     hidden = seen > at
     if window is not None:

@@ -92,11 +92,11 @@ SHAPES = [
 ]
 
 
-def cpu_attention(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
-    return CpuAttention(cache, step, remembered)
+def cpu_attention(cache: PagedCache, step: Any) -> CpuAttention:
+    return CpuAttention(cache, step)
 
 
-def reference(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
+def reference(cache: PagedCache, step: Any) -> CudaAttention:
     """What a GPU's kernels are held to in their trial, over the indices that they get."""
     counts = [1] * step.num_decode + [chunk.count for chunk in step.chunks]
     lengths = [*step.lengths.tolist(), *(c.start + c.count for c in step.chunks)]
@@ -113,8 +113,8 @@ def reference(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
     return CudaAttention(cache, made, ["reference"])
 
 
-def compiled(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
-    return CpuAttention(cache, step, remembered, CpuKernels.load())
+def compiled(cache: PagedCache, step: Any) -> CpuAttention:
+    return CpuAttention(cache, step, CpuKernels.load())
 
 
 @pytest.mark.parametrize("attend", [cpu_attention, compiled, reference])
@@ -123,9 +123,7 @@ def compiled(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
 def test_attention_equals_the_definition(
     case: int, block_size: int, attend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_cpu, "_RUN_BYTES", 1)  # these blocks are smaller than any
-    monkeypatch.setattr(attention_cpu, "_COPIED_BYTES", 1000)
-    monkeypatch.setattr(attention_cpu, "_BATCH", 5)
+    monkeypatch.setattr(attention_cpu, "_COPIED_BYTES", 1000)  # several copies a step
     shape, options = SHAPES[case]
     torch.manual_seed(case)
     lengths = [37, 9, 1, 20, 31]
@@ -155,7 +153,6 @@ def test_attention_equals_the_definition(
         seed=case,
         chunks=(1, 1, 4),
     )
-    remembered: dict[Any, Any] = {}
     tolerance = 0.05 if shape.dtype == torch.bfloat16 else 2e-5
 
     def run(only: set[int] | None) -> int:
@@ -169,7 +166,7 @@ def test_attention_equals_the_definition(
                 .unsqueeze(0)
                 for i in range(3)
             ]
-            found = attend(cache, step, remembered).attend(torch.nn.Module(), *parts, options)[0]
+            found = attend(cache, step).attend(torch.nn.Module(), *parts, options)[0]
             want = torch.cat([expected[r.slot][r.start : r.start + r.count] for r in plan.rows])
             assert float((found - want).abs().max()) < tolerance, plan.rows
             steps += 1
@@ -207,7 +204,7 @@ def test_tensors_of_any_strides_are_attended_equally(
             plan = StepPlan(0, [BatchRow(0, begin, end - begin, LAST, blocks)], [0] * (end - begin))
             tables.apply(plan)
             step = indices(plan, tables, 4)
-            attending = CpuAttention(cache, step, {}, CpuKernels.load() if kernels else None)
+            attending = CpuAttention(cache, step, CpuKernels.load() if kernels else None)
             part = [x[:, :, begin:end] for x in tensors]
             out.append(attending.attend(torch.nn.Module(), *part, options)[0])
         found.append(torch.cat(out))
@@ -216,23 +213,21 @@ def test_tensors_of_any_strides_are_attended_equally(
     assert float((found[1] - expected).abs().max()) < 2e-5
 
 
-def test_blocks_that_lie_side_by_side_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cpu, "_RUN_BYTES", 4 * 2 * 2 * 4 * 4)  # four blocks
-    cache = PagedCache([LayerShape(2, 2, 4, 4, torch.float32)], 32, 2, torch.device("cpu"))
-    tables = BlockTables(3, 16)
-    blocks = [[4, 6, 8, 10], [5, 7, 9, 11], [20, 30]]  # two that interleave, one by itself
+@pytest.mark.parametrize("attend", [cpu_attention, compiled])
+def test_blocks_of_other_sequences_are_not_read(attend: Any) -> None:
+    """Tables are padded with block 0, in which another sequence may have left what is no number."""
+    cache = PagedCache([LayerShape(4, 2, 8, 8, torch.float32)], 8, 2, torch.device("cpu"))
+    tables = BlockTables(2, 4)
+    blocks = [[3, 5, 1, 7], [2]]
     rows = [BatchRow(slot, 2 * len(held) - 1, 1, LAST, held) for slot, held in enumerate(blocks)]
-    plan = StepPlan(0, rows, [0, 0, 0])
+    plan = StepPlan(0, rows, [0, 0])
     tables.apply(plan)
-    attending = CpuAttention(cache, indices(plan, tables, 2))
-    new = torch.randn(1, 2, 3, 4)
-    attending.attend(torch.nn.Module(), new, new, new, Options(1.0))
-    (pairs,) = attending._pairs.values()
-    (segments,) = pairs.batches
-    in_place = [(s.block, s.last - s.first) for s in segments if s.blocks is None]
-    copied = [s.blocks.tolist() for s in segments if s.blocks is not None]
-    assert in_place == [(4, 8)]
-    assert copied == [[20, 30]]
+    for pool in (*cache.keys, *cache.values):
+        pool[[0, 4, 6]] = float("nan")
+    attending = attend(cache, indices(plan, tables, 2))
+    key, value = torch.randn(2, 1, 2, 2, 8)
+    found = attending.attend(torch.nn.Module(), torch.randn(1, 4, 2, 8), key, value, Options(0.3))
+    assert found.isfinite().all()
 
 
 # --- whole models ---------------------------------------------------------------------------
@@ -487,26 +482,6 @@ def test_projections_fed_different_tensors_are_right_and_come_apart_again() -> N
         assert unmerge_wasted(merges) == 0
         assert type(module.q_proj) is torch.nn.Linear
         torch.testing.assert_close(module(x, y), expected)
-
-
-def test_groups_of_rows_pad_little() -> None:
-    from hocket.serving.engine.attention_cpu import _groups
-
-    counts = torch.tensor([1, 2, 3, 40, 41, 2, 1, 64])
-    total = int(counts.sum())
-    groups = _groups(counts, torch.arange(total))
-    rows = list(itertools.chain.from_iterable(group.rows.tolist() for group in groups))
-    assert sorted(rows) == list(range(8))
-    assert sum(group.table.numel() for group in groups) < 2 * total
-    for group in groups:
-        hidden = group.padding
-        if hidden is None:
-            hidden = torch.zeros(*group.table.shape, 1, 1, 1, dtype=torch.bool)
-        for row, pairs, padded in zip(
-            group.rows.tolist(), group.table, hidden[..., 0, 0, 0], strict=True
-        ):
-            begin = int(counts[:row].sum())
-            assert pairs[~padded].tolist() == list(range(begin, begin + int(counts[row])))
 
 
 # --- captured steps -------------------------------------------------------------------------

@@ -120,11 +120,16 @@ INLINE float product(const float *a, const float *b, i64 size) {
     return sum;
 }
 
-/* Softmax of the scores [first, end) of a row, scaled, in place; 0 in the rest of [0, size), which
-is whole WIDE: no entry is computed by itself. */
-INLINE void softmax(float *s, i64 first, i64 end, i64 size, float scale, const float *sink) {
+/* Softmax of the scores [first, end) of a row, scaled and, if there is a `cap`, bent to
+cap * tanh(s / cap), in place; 0 in the rest of [0, size), which is whole WIDE: no entry is computed
+by itself. */
+INLINE void softmax(float *s, i64 first, i64 end, i64 size, float scale, float cap,
+                    const float *sink) {
     float sum = 0.0f;
     for (i64 t = 0; t < size; t++) s[t] *= scale;
+    if (cap)
+        for (i64 t = 0; t < size; t++)
+            s[t] = cap - 2.0f * cap / (exponential(2.0f / cap * s[t]) + 1.0f);
     for (i64 t = 0; t < first; t++) s[t] = -__builtin_inff();
     for (i64 t = end; t < size; t++) s[t] = -__builtin_inff();
     float largest = maximum(s, size);
@@ -154,8 +159,8 @@ the next two is fetched: a whole block asked for at once waits for the core's fe
 `scores` [K * G, most]. */
 INLINE void attend(const float *q, i64 head_stride, const float *keys, const float *values,
                    const i64 *table, i64 heads, i64 group, i64 size, i64 width, i64 block_size,
-                   i64 first, i64 count, float scale, const float *sinks, float *restrict scores,
-                   i64 most, float *restrict out) {
+                   i64 first, i64 count, float scale, float cap, const float *sinks,
+                   float *restrict scores, i64 most, float *restrict out) {
     i64 end = first + count, last = (end - 1) / block_size;
     i64 key_block = heads * block_size * size, value_block = heads * block_size * width;
     for (i64 at = first, n; at < end; at += n) {
@@ -176,7 +181,7 @@ INLINE void attend(const float *q, i64 head_stride, const float *keys, const flo
     }
     for (i64 g = 0; g < heads * group; g++) {
         softmax(scores + g * most, 0, count, (count + WIDE - 1) / WIDE * WIDE, scale,
-                sinks ? sinks + g : 0);
+                cap, sinks ? sinks + g : 0);
         for (i64 j = 0; j < width; j++) out[g * width + j] = 0.0f;
     }
     for (i64 at = first, n; at < end; at += n) {
@@ -203,18 +208,19 @@ INLINE void attend(const float *q, i64 head_stride, const float *keys, const flo
 
 q [R, A, D] with strides; pools [blocks, K, B, D] and [blocks, K, B, E]; `tables` [R, columns] names
 each row's blocks, `lengths` [R] its tokens, its own included; `window` tokens are seen (0: all);
-`sinks` [A] or null; `scratch` [A, most], `most` at least the longest row
+scores are capped by `cap` (0: they are not); `sinks` [A] or null; `scratch` [A, most], `most` at least the longest row
 in whole WIDE; out [R, A, E]. */
 void hocket_attend(const float *q, i64 row_stride, i64 head_stride, const float *keys,
                    const float *values, const i64 *tables, i64 columns, const i64 *lengths,
                    i64 rows, i64 heads, i64 group, i64 size, i64 width, i64 block_size, i64 window,
-                   float scale, const float *sinks, float *scratch, i64 most, float *out) {
+                   float scale, float cap, const float *sinks, float *scratch, i64 most,
+                   float *out) {
     for (i64 r = 0; r < rows; r++, q += row_stride, tables += columns) {
         i64 length = lengths[r], first = window && length > window ? length - window : 0;
         float *to = out + r * heads * group * width;
 #define SIZED(D, E)                                                                                \
     attend(q, head_stride, keys, values, tables, heads, group, D, E, block_size, first,            \
-           length - first, scale, sinks, scratch, most, to)
+           length - first, scale, cap, sinks, scratch, most, to)
         if (size == 32 && width == 32) SIZED(32, 32);
         else if (size == 64 && width == 64) SIZED(64, 64);
         else if (size == 128 && width == 128) SIZED(128, 128);
@@ -242,8 +248,8 @@ void hocket_decode(const float *merged, i64 rows, const float *cosine, const flo
             memcpy(values + to, merged + asked + held + h * size, (size_t)size * sizeof(float));
         }
         hocket_attend(scratch, 0, size, keys, values, tables + r * columns, columns, lengths + r, 1,
-                      heads, group, size, size, block_size, window, scale, sinks, scratch + asked,
-                      most, out + r * asked);
+                      heads, group, size, size, block_size, window, scale, 0.0f, sinks,
+                      scratch + asked, most, out + r * asked);
     }
 }
 
@@ -252,7 +258,7 @@ its values, `scores` [TILE, most]. */
 INLINE void attend_chunk(const float *q, i64 head_stride, i64 token_stride, const float *keys,
                          const float *values, const i64 *table, i64 heads, i64 head, i64 group,
                          i64 size, i64 width, i64 block_size, i64 start, i64 count, i64 window,
-                         float scale, const float *sinks, float *restrict turned,
+                         float scale, float cap, const float *sinks, float *restrict turned,
                          float *restrict plain, float *restrict scores, i64 most,
                          float *restrict out, i64 out_stride) {
     i64 total = start + count;
@@ -286,7 +292,7 @@ INLINE void attend_chunk(const float *q, i64 head_stride, i64 token_stride, cons
             for (i64 i = 0; i < n; i++) {
                 i64 end = start + at + i + 1, oldest = window && end > window ? end - window : 0;
                 softmax(scores + i * most + first, oldest - first, end - first, last - first, scale,
-                        sinks ? sinks + g : 0);
+                        cap, sinks ? sinks + g : 0);
             }
             for (i64 i = n; i < TILE; i++) memset(scores + i * most + first, 0,
                                                   (size_t)(last - first) * sizeof(float));
@@ -313,21 +319,21 @@ INLINE void attend_chunk(const float *q, i64 head_stride, i64 token_stride, cons
 /* Attention of a chunk of one sequence, `count` tokens after the `start` that came before, whose own
 keys and values are stored already: each token to those up to itself.
 
-q [A, count, D] with strides; pools, `window`, `scale` and `sinks` as above; `table` names the
+q [A, count, D] with strides; pools, `window`, `scale`, `cap` and `sinks` as above; `table` names the
 sequence's blocks; `most`: its tokens, rounded up to whole WIDE; `scratch` holds
 (D + E + TILE) * `most`; out [count, A, E]. */
 void hocket_attend_chunk(const float *q, i64 head_stride, i64 token_stride, const float *keys,
                          const float *values, const i64 *table, i64 start, i64 count, i64 heads,
                          i64 group, i64 size, i64 width, i64 block_size, i64 window, float scale,
-                         const float *sinks, float *scratch, i64 most, float *out) {
+                         float cap, const float *sinks, float *scratch, i64 most, float *out) {
     float *turned = scratch, *plain = turned + most * size, *scores = plain + most * width;
     i64 out_stride = heads * group * width;
     for (i64 h = 0; h < heads; h++, q += group * head_stride, out += group * width) {
         const float *sink = sinks ? sinks + h * group : 0;
 #define CHUNK(D, E)                                                                                \
     attend_chunk(q, head_stride, token_stride, keys, values, table, heads, h, group, D, E,         \
-                 block_size, start, count, window, scale, sink, turned, plain, scores, most, out,  \
-                 out_stride)
+                 block_size, start, count, window, scale, cap, sink, turned, plain, scores, most,  \
+                 out, out_stride)
         if (size == 32 && width == 32) CHUNK(32, 32);
         else if (size == 64 && width == 64) CHUNK(64, 64);
         else if (size == 128 && width == 128) CHUNK(128, 128);

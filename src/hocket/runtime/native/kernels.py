@@ -134,6 +134,7 @@ class CpuKernels:
         longest: int,
         scaling: float,
         window: int | None = None,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Query [R, A, D] to [R, A, E], attending to pools [blocks, K, B, D] and [.., E].
@@ -141,7 +142,7 @@ class CpuKernels:
         Args:
             tables: [R, columns] int64, the rows' blocks. lengths: [R] int64, their tokens.
             longest: at least the largest of `lengths`.
-            window: tokens that are seen. sinks: [A], fp32.
+            window: tokens that are seen. softcap: of scores. sinks: [A], fp32.
         """
         rows, num_heads, size = q.shape
         _, heads, block, width = values.shape
@@ -150,8 +151,7 @@ class CpuKernels:
         self._attend(
             rows_at(q), q.stride(0), q.stride(1), whole_at(keys), whole_at(values),
             rows_at(tables, torch.long), tables.stride(0), whole_at(lengths, torch.long), rows,
-            heads,
-            num_heads // heads, size, width, block, window or 0, scaling,
+            heads, num_heads // heads, size, width, block, window or 0, scaling, softcap or 0.0,
             None if sinks is None else whole_at(sinks), self._room(num_heads * most), most,
             out.data_ptr(),
         )  # fmt: skip
@@ -206,6 +206,7 @@ class CpuKernels:
         scaling: float,
         out: Tensor,
         window: int | None = None,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """Query [1, A, c, D] of the tokens `start` to `start + c` of a sequence to `out` [c, A, E].
@@ -220,8 +221,9 @@ class CpuKernels:
         self._attend_chunk(
             rows_at(q), q.stride(1), q.stride(2), whole_at(keys), whole_at(values),
             whole_at(table, torch.long), start, count, heads, num_heads // heads, size, width,
-            block, window or 0, scaling, None if sinks is None else whole_at(sinks),
-            self._room((size + width + _TILE) * most), most, out.data_ptr(),
+            block, window or 0, scaling, softcap or 0.0,
+            None if sinks is None else whole_at(sinks), self._room((size + width + _TILE) * most),
+            most, out.data_ptr(),
         )  # fmt: skip
 
     def _room(self, entries: int) -> int:

@@ -7,8 +7,7 @@ a home directory may be shared. Compiling takes two seconds, once; whoever comes
 too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
 fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same, slower;
 `library_remark` has the reason and the fix. A processor may be taken for a lesser one, to see what
-that
-would compute and how fast: HOCKET_KERNELS=avx2, for one without AVX-512, or =portable, for the
+that would compute and how fast: HOCKET_KERNELS=avx2, for one without AVX-512, or =portable, for the
 least that its compiler knows.
 """
 
@@ -34,10 +33,7 @@ _SECONDS = 60.0
 # and how the processor treats the smallest numbers is not changed, as -ffast-math would.
 _FLAGS = (
     *("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
-    *(
-        "-fno-signed-zeros",
-        "-fassociative-math",
-    ),
+    *("-fno-signed-zeros", "-fassociative-math"),
 )
 FORMS = {"native": ("-march=native",), "avx2": ("-march=haswell",), "portable": ()}
 """Processors that kernels are compiled for, and the flags that say so."""
@@ -49,9 +45,9 @@ _ARGUMENTS = {
     "hocket_silu_product": [_p, _i, _p, _i, _i, _i, _p],
     "hocket_rotate": [_p, _i, _i, _i, _i, _i, _p, _p, _p, _i],
     "hocket_store": [_p, _i, _i, _i, _i, _i, _p, _i, _p],
-    "hocket_attend": [_p, _i, _i, _p, _p, _p, _i, _p, *[_i] * 7, _f, _p, _p, _i, _p],
+    "hocket_attend": [_p, _i, _i, _p, _p, _p, _i, _p, *[_i] * 7, _f, _f, _p, _p, _i, _p],
     "hocket_decode": [_p, _i, _p, _p, _p, _p, _p, _p, _i, _p, *[_i] * 5, _f, _p, _p, _i, _p],
-    "hocket_attend_chunk": [_p, _i, _i, _p, _p, _p, *[_i] * 8, _f, _p, _p, _i, _p],
+    "hocket_attend_chunk": [_p, _i, _i, _p, _p, _p, *[_i] * 8, _f, _f, _p, _p, _i, _p],
     "hocket_product": [_p, _i, _i, _p, _i, _i, _i, _p, _i, _p],
     "hocket_half_product": [_p, _i, _i, _p, _i, _i, _i, _p, _i, _p, _p],
     "hocket_half_scratch": [_i, _i],

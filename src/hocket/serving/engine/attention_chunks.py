@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.serving.engine.attention import Options
+from hocket.serving.engine.attention_pieces import attend_piece
 from hocket.serving.engine.attention_step import Chunk
 
 _NEAR_BYTES = 1 << 20
@@ -111,20 +112,12 @@ def _explicit(
     end = chunk.start + count - skipped * block
     k = gathered(keys, chunk.blocks[skipped:])[0, :, :end]
     v = gathered(values, chunk.blocks[skipped:])[0, :, :end]
-    asked = (query[0] * options.scaling).reshape(heads, group * count, size)
-    scores = torch.bmm(asked, k.transpose(1, 2)).float().view(heads, group, count, end)
-    if options.softcap is not None:
-        scores.div_(options.softcap).tanh_().mul_(options.softcap)
     at = torch.arange(chunk.start, chunk.start + count).unsqueeze(1)
     seen = torch.arange(end) + skipped * block
     hidden = seen > at
     if options.window is not None:
         hidden |= seen <= at - options.window
-    scores.masked_fill_(hidden, -torch.inf)
-    if options.sinks is not None:
-        sinks = options.sinks.float().view(heads, group, 1, 1).expand(-1, -1, count, 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :end]
-    else:
-        weights = scores.softmax(-1)
-    out = torch.bmm(weights.to(v.dtype).reshape(heads, group * count, end), v)
-    return out.view(num_heads, count, -1).transpose(0, 1)
+    asked = query[0].reshape(heads, group, count, size)
+    mixed, weight = attend_piece(asked, k, v, hidden, options)
+    out = mixed.reshape(num_heads, count, -1).transpose(0, 1)
+    return sunk(out, weight.view(num_heads, count).t(), options.sinks).to(v.dtype)

@@ -30,7 +30,12 @@ from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import sunk
-from hocket.serving.engine.attention_pieces import Piece, attend_piece, join_pieces
+from hocket.serving.engine.attention_pieces import (
+    Piece,
+    attend_piece,
+    attend_rows,
+    join_pieces,
+)
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
 
@@ -247,20 +252,10 @@ class ContextAttention:
     ) -> Piece:
         """Queries [R, K, G, 1, D] of the rows that decode."""
         step = self.step
-        tables, lengths = step.tables, step.lengths.unsqueeze(1)
-        columns = max(1, _PIECE // step.part)
-
-        def pieces() -> Iterator[Piece]:
-            for begin in range(0, tables.shape[1], columns):
-                some = tables[:, begin : begin + columns]
-                at = self._places(begin, some.shape[1])
-                hidden = at >= lengths
-                if options.window is not None:
-                    hidden = hidden | (at < lengths - options.window)
-                key, value = rows_of(some.reshape(-1), (tables.shape[0], -1))
-                yield attend_piece(asked, key, value, hidden[:, None, None, None], options)
-
-        return join_pieces(pieces())
+        return attend_rows(
+            asked, rows_of, step.tables, step.lengths.unsqueeze(1), options,
+            places=self._places, columns=max(1, _PIECE // step.part),
+        )  # fmt: skip
 
     def _chunks(
         self,

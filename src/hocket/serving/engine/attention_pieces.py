@@ -3,13 +3,13 @@
     a piece    attended values, and the logarithm of its sum of exponentials
     joined     weighted by a softmax over those logarithms (Milakov and Gimelshein 2018)
 
-Legend: c queries of a head, n keys, K key/value heads, G query heads of each, D and E sizes of keys
-and values.
+Legend: R rows that decode, C columns of a table of blocks, c queries of a head, n keys, K key/value
+heads, G query heads of each, D and E sizes of keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -58,3 +58,37 @@ def join_pieces(pieces: Iterable[Piece]) -> Piece:
         found = found[0] * old.unsqueeze(-1) + mixed * new.unsqueeze(-1), total
     assert found is not None
     return found
+
+
+def attend_rows(
+    asked: Tensor,
+    rows_of: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, Tensor]],
+    tables: Tensor,
+    lengths: Tensor,
+    options: Options,
+    *,
+    places: Callable[[int, int], Tensor],
+    begin: int = 0,
+    columns: int,
+) -> Piece:
+    """Queries [R, K, G, 1, D] of rows that decode, each to all of its sequence.
+
+    Args:
+        rows_of: keys and values [R, K, n, .] of the tokens of blocks [R * c], reshaped to (R, -1).
+        tables: [R, C], blocks of each row; from `begin` on, `columns` of them at a time.
+        lengths: [R, 1], tokens of each row, its own among them.
+        places: positions [n] in the sequence of the tokens of some columns, by their first and
+            number.
+    """
+
+    def pieces() -> Iterator[Piece]:
+        for first in range(begin, tables.shape[1], columns):
+            some = tables[:, first : first + columns]
+            at = places(first, some.shape[1])
+            hidden = at >= lengths
+            if options.window is not None:
+                hidden = hidden | (at < lengths - options.window)
+            key, value = rows_of(some.reshape(-1), (tables.shape[0], -1))
+            yield attend_piece(asked, key, value, hidden[:, None, None, None], options)
+
+    return join_pieces(pieces())

@@ -31,7 +31,7 @@ from hocket.runtime.native.sums import Sums, use_sums
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import attending
 from hocket.serving.engine.attention_context import ContextAttention, ContextStep, local_tokens
-from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
+from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.attention_cuda import CudaAttention, Trial
 from hocket.serving.engine.attention_kernels import (
     Accelerator,
@@ -187,7 +187,6 @@ class StageRunner:
                 if sums is not None:
                     use_sums(stage.module, sums)
                 fuse_layers(stage.module, self._kernels)
-        self._remembered: Remembered = {}
 
     def _over_context_ranks(self) -> None:
         """Raise for what does not go over context ranks."""
@@ -374,7 +373,7 @@ class StageRunner:
             return self._run_part(step, hidden)
         if self.threads > 1:
             torch.set_num_threads(self._threads_of(step.num_tokens))
-        attention = CpuAttention(self.cache, step, self._remembered, self._kernels)
+        attention = CpuAttention(self.cache, step, self._kernels)
         states = self.states.begin(plan) if self.states else None
         output = self._forward(step, hidden, attention, states)
         if states is not None:
