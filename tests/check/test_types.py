@@ -46,6 +46,15 @@ def test_some_types_are_equal_or_refused() -> None:
 
 
 @pytest.mark.usefixtures("warm")
+def test_chunks_of_the_matrix_are_long_enough_for_convolutions() -> None:
+    """Of 3 and of 6 earlier inputs, at the most context ranks of the matrix."""
+    found = check_matrix(["lfm3", "mamba2"], ["cp4"])
+    assert {row.kind: row.cells[0].outcome for row in found.rows} == dict.fromkeys(
+        ("lfm3", "mamba2"), "equal"
+    )
+
+
+@pytest.mark.usefixtures("warm")
 def test_a_case_that_ends_its_world_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "RANKS", "tests.check.faulty_ranks")
     found = check_matrix(["gemma", "gpt2", "llama", "opt"], ["dp2", "tp2"])

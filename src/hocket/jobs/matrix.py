@@ -354,11 +354,11 @@ class _Batch:
         """Whether a layout is refused before ranks start; its cell is then written."""
         from hocket.jobs.validate import validate_layout
         from hocket.models.dimensions import dimensions
-        from hocket.ranks.matrix import WORKLOAD
+        from hocket.ranks.matrix import workload
 
         try:
             model: Dimensions = dimensions(one.config)
-            validate_layout(model, layout, WORKLOAD)
+            validate_layout(model, layout, workload(one.config))
         except HocketError as error:
             one.cells[text] = _cell(REFUSED, error.message, text)
             return True

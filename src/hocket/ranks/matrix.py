@@ -17,14 +17,15 @@ FOLDER/KIND/
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket.models.dimensions import dimensions
 from hocket.spec.errors import HocketError, ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import DIFFERENT, EQUAL
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Mesh
     from hocket.spec.plan import ParallelPlan
 
-WORKLOAD = Workload(seq_len=16, global_batch=8)
 STEPS = 3
 WEIGHTS = "weights"
 SWITCH = "output_router_logits"
@@ -45,6 +45,13 @@ ROUTER_COUNTS = (1, 2, 4, 8)
 """Microbatches of the global batch in the layouts that a router's auxiliary loss allows."""
 MOST_FAILURES = 2
 """Lines of a report that a cell repeats."""
+
+
+def workload(config: Mapping[str, Any], dtype: str = "fp32") -> Workload:
+    """Eight sequences of 16 tokens, or more where a convolution reads more earlier inputs than a
+    chunk of cp4 would have. Raises ModelError: the configuration names no sizes."""
+    seq_len = max(16, 8 * dimensions(config).handed_width)
+    return Workload(seq_len=seq_len, global_batch=8, dtype=dtype)
 
 
 def _case_spec(
@@ -56,7 +63,7 @@ def _case_spec(
         config=config,
         weights=str(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None,
         layout=layout,
-        workload=dataclasses.replace(WORKLOAD, dtype=dtype),
+        workload=workload(config, dtype),
         options=TrainOptions(seed=3, lr=1e-3, dropout=0.0, device="cpu", grad_dtype=dtype),
         command="check",
     )
