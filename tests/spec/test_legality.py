@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
 from hocket.spec import legality
+from hocket.spec.errors import LayoutError, ModelError
+from hocket.spec.layout import Layout
+from hocket.spec.proxy_verdict import ProxyVerdict, reject
 
 GRID = list(itertools.product(range(1, 25), repeat=2))
 
@@ -75,3 +79,47 @@ def test_microbatches_left_open() -> None:
     assert [legality.usual_microbatches(batch, 2) for batch in (1, 2, 3, 6, 7, 8)] == [
         1, 2, 3, 3, 1, 4,
     ]  # fmt: skip
+
+
+def test_narrowed_layouts_can_be() -> None:
+    """With one degree replaced alone, most of these would raise."""
+    raised = 0
+    degrees = itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4), (None, 1, 2), (None, 2))
+    for dp, cp, tp, ep, etp, shard in degrees:
+        try:
+            layout = Layout(
+                dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, shard=shard, zero=1 if shard else 0
+            )
+        except LayoutError:
+            continue
+        for axis, degree in itertools.product(("dp", "cp", "tp"), (1, 2, 3)):
+            found = legality.narrowed(layout, **{axis: degree})
+            assert found.degree(axis) == degree
+            others = {"dp", "cp", "tp"} - {axis}
+            assert all(found.degree(other) == layout.degree(other) for other in others)
+            assert layout.ep % found.ep == 0
+            try:
+                alone = dataclasses.replace(layout, **{axis: degree})
+            except LayoutError:
+                raised += 1
+            else:
+                assert found.ep == alone.ep or layout.etp is not None
+    assert raised > 100
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "hint"),
+    [
+        ("tp2.ep2.etp1", "tensors", "dp1"),
+        ("dp2.tp2.ep4.etp1", "tensors", "dp2.ep2"),
+        ("cp2.ep2", "context", "dp1"),
+        ("dp2.cp2.ep4", "context", "dp2.ep2"),
+    ],
+)
+def test_a_rejection_of_a_layout_with_experts_gives_its_reason(
+    layout: str, part: str, hint: str
+) -> None:
+    known = ProxyVerdict(**{part: "for a reason"})
+    with pytest.raises(ModelError, match="for a reason") as caught:
+        reject(known, [part], Layout.parse(layout), "m", "llama")
+    assert caught.value.hint == hint

@@ -147,6 +147,7 @@ def _require_fresh(module: nn.Module) -> None:
 def _no_context(layout: Layout, hugging_face: bool) -> Exception:
     """What is raised where cp is asked for and parts of sequences cannot be computed."""
     from hocket.spec.errors import ModelError
+    from hocket.spec.legality import narrowed
 
     if hugging_face:
         return ModelError(
@@ -157,7 +158,7 @@ def _no_context(layout: Layout, hugging_face: bool) -> Exception:
     return ModelError(
         f"cp is {layout.cp}: the attention of a module that is not a Hugging Face model cannot "
         "reach the keys of other ranks",
-        hint=str(dataclasses.replace(layout, cp=1)),
+        hint=str(narrowed(layout, cp=1)),
     )
 
 

@@ -16,6 +16,7 @@ from importlib import resources
 
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
+from hocket.spec.legality import narrowed
 from hocket.spec.serving import replica_layout
 
 KINDS = ("slurm", "kubernetes", "docker", "skypilot", "grafana", "prometheus")
@@ -145,7 +146,7 @@ def _job(wanted: Template) -> str:
     world = layout.world_size
     nodes = math.ceil(world / per_node)
     if world % nodes or world // nodes > per_node:
-        fit = dataclasses.replace(layout, dp=max(1, nodes * per_node * layout.dp // world))
+        fit = narrowed(layout, dp=max(1, nodes * per_node * layout.dp // world))
         hint = f"--layout {fit.axes_text()}" if fit.world_size == nodes * per_node else None
         raise LayoutError(
             f"the layout {layout.axes_text()} has {world} ranks; they do not fill {nodes} nodes of "

@@ -80,7 +80,7 @@ def resized(own: Layout, count: int) -> Iterator[Layout]:
     pipeline parallelism. Neither model nor batch is asked."""
     for dp in range(count * own.dp // own.world_size, 0, -1):
         count_of = own.microbatches and -(-own.microbatches * own.dp // dp)
-        yield dataclasses.replace(own, dp=dp, microbatches=count_of)
+        yield legality.narrowed(dataclasses.replace(own, microbatches=count_of), dp=dp)
     for world in range(count, 0, -1):
         for split in divisors(world):
             for tp in divisors(split):

@@ -10,7 +10,12 @@ alone, and take arrays of whole numbers as well, of one layout each; they then r
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hocket.spec.layout import Layout
 
 Numbers = Any
 """An int, or an array of whole numbers (this room imports no numpy)."""
@@ -107,6 +112,16 @@ def experts(count: int, ep: int) -> bool:
 def expert_ranks(dp: int, cp: int, ep: int, tp: int = 1, etp: int = 1) -> bool:
     """Experts are placed on the ranks of dp x cp x tp; where etp is tp, on those of dp x cp."""
     return (dp * cp * tp) % (ep * etp) == 0
+
+
+def narrowed(layout: Layout, **degrees: Any) -> Layout:
+    """A layout with other degrees of dp, cp or tp; its expert ranks and state shards are as many as
+    still divide them. Replaced alone, a degree could leave a layout that cannot be."""
+    dp, cp, tp = (degrees.get(axis, layout.degree(axis)) for axis in ("dp", "cp", "tp"))
+    etp = None if layout.etp is None or tp == 1 else math.gcd(layout.etp, dp * cp * tp)
+    ep = math.gcd(layout.ep, dp * cp * tp // (etp or tp))
+    state = layout.shard and math.gcd(layout.shard, dp)
+    return dataclasses.replace(layout, **degrees, ep=ep, etp=etp, shard=state)
 
 
 def shard(dp: Numbers, count: Numbers, zero: Numbers) -> Numbers:

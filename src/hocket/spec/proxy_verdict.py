@@ -14,6 +14,7 @@ from typing import Any
 import hocket
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
+from hocket.spec.legality import narrowed
 from hocket.spec.run import write_text
 
 RULES = 11
@@ -100,7 +101,7 @@ def reject(
     if "tensors" in wanted and known.tensors:
         raise ModelError(
             f"{name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
-            hint=str(dataclasses.replace(layout, tp=1, sequence_parallel=False)),
+            hint=str(narrowed(dataclasses.replace(layout, sequence_parallel=False), tp=1)),
         )
     if "slices" in wanted and known.slices:
         raise ModelError(
@@ -110,7 +111,7 @@ def reject(
     if "context" in wanted and known.context:
         raise ModelError(
             f"sequences of {name} ({kind}) cannot be split over cp: {known.context}",
-            hint=str(dataclasses.replace(layout, cp=1)),
+            hint=str(narrowed(layout, cp=1)),
         )
     if "loss" in wanted and known.loss:
         raise ModelError(f"{name} ({kind}) cannot be trained as it is configured: {known.loss}")

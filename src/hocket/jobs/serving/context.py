@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.legality import narrowed
 
 
 def require_whole_experts(layout: Layout) -> None:
@@ -14,7 +13,7 @@ def require_whole_experts(layout: Layout) -> None:
         raise LayoutError(
             f"the layout {layout.axes_text()} serves with cp and with experts over ranks; a server "
             "has one of the two",
-            hint=f"--layout {dataclasses.replace(layout, cp=1).axes_text()}",
+            hint=f"--layout {narrowed(layout, cp=1).axes_text()}",
         )
 
 

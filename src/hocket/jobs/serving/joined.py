@@ -13,7 +13,6 @@ others leave, and the launcher starts the server again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError, RankFailure
 from hocket.spec.layout import TERMS, Layout
+from hocket.spec.legality import narrowed
 from hocket.spec.serving import num_replicas
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def require_world(layout: Layout, context: RankContext) -> None:
     """Reject a layout of another size than the launcher's world. Raises LayoutError."""
     if layout.world_size != context.world_size:
         dp = context.world_size // (layout.world_size // layout.dp)
-        fits = dataclasses.replace(layout, dp=max(1, dp))
+        fits = narrowed(layout, dp=max(1, dp))
         hint = fits if fits.world_size == context.world_size else Layout(dp=context.world_size)
         raise LayoutError(
             f"the layout {layout.axes_text()} needs {layout.world_size} ranks; the launcher "

@@ -219,7 +219,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
     if layout.cp > 1 and layout.ep > 1:
         raise LayoutError(
             f"{layout}: a server has context ranks (cp) or experts over ranks (ep)",
-            hint=f"--layout {dataclasses.replace(plain, cp=1)}",
+            hint=f"--layout {legality.narrowed(plain, cp=1)}",
         )
     if layout != plain or layout.ep not in {group.ep for group in problem.groups()}:
         raise LayoutError(
