@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.hub_server import loopback  # noqa: F401  a fixture
 from tests.ranks import RankPool
 from tests.rotation import seed
-from tests.support.rehearsal import workers  # noqa: F401  a fixture
+from tests.support.rehearsal import warm_workers, workers  # noqa: F401  fixtures
 from tests.support.runs import runs, whole  # noqa: F401  fixtures
 from tests.support.warm import warm  # noqa: F401  a fixture
 

@@ -217,6 +217,8 @@ def test_commands_run_in_their_order(
         hub = request.getfixturevalue("loopback")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         request.getfixturevalue("stack").enter_context(hub(*repos_of_the_page(tmp_path)))
+    if any(words[0] == "rehearse" or "--dry-run" in words for words in commands(page)):
+        request.getfixturevalue("warm_workers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello.\n"))  # what a conversation reads
     for name in ("CHANGELOG.md", "README.md"):

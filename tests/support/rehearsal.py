@@ -14,3 +14,10 @@ def workers() -> Iterator[RehearsalWorkers]:
     """Of the tests of a folder; ended with its last one, since each holds about 1 GB."""
     with RehearsalWorkers() as found:
         yield found
+
+
+@pytest.fixture
+def warm_workers(workers: RehearsalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a test, rehearsals run on the workers of its folder."""
+    monkeypatch.setattr(RehearsalWorkers, "__enter__", lambda _: workers)
+    monkeypatch.setattr(RehearsalWorkers, "__exit__", lambda *_: None)
