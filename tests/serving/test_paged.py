@@ -36,7 +36,7 @@ from hocket.serving.request import SamplingParams  # noqa: E402
 from hocket.serving.scheduling.admission import Admission  # noqa: E402
 from hocket.serving.scheduling.step import LAST, UNKNOWN, BatchRow, StepPlan  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
-from tests.families import FAMILIES, PROMPTS, SERVED, whole_model  # noqa: E402
+from tests.families import EXPERTS, FAMILIES, PROMPTS, SERVED, whole_model  # noqa: E402
 from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
 
@@ -360,6 +360,16 @@ def test_self_check_tells_what_cannot_be_served() -> None:
     ):
         with pytest.raises(ModelError, match=reason):
             self_check(config)
+
+
+def test_a_window_that_only_masks_are_made_of_is_followed() -> None:
+    """Qwen2-MoE keeps it in its module and does not hand it to attention."""
+    config = {
+        **EXPERTS["qwen3_moe"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 24,
+    }
+    assert self_check({**config, "use_sliding_window": True, "sliding_window": 4}) < 1e-5
 
 
 def test_chunked_attention_is_served_as_far_as_a_chunk() -> None:

@@ -65,7 +65,7 @@ _NOT_SWITCHES = (
     "use_cache", "is_decoder", "is_encoder_decoder", "add_cross_attention", "output_", "return_",
     "tie_encoder_decoder", "torchscript", "gradient_checkpointing", "router_aux", "init_", "do_",
     "early_stopping", "remove_invalid", "use_mambapy", "use_kernel", "use_mem", "reset_params",
-    "untie_r", "bi_data", "causal", "add_router_probs", "calc_",
+    "untie_r", "bi_data", "causal", "add_router_probs", "calc_", "use_bidirectional",
 )  # fmt: skip
 """Beginnings of boolean names that choose outputs, training or another kind of model."""
 

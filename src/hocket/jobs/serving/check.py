@@ -182,6 +182,7 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
 def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
     """The layout, with smaller degrees where the proxy model has too few layers, heads or
     experts."""
+    from hocket.jobs.serving import context
     from hocket.jobs.validate import validate_layout
     from hocket.models.dimensions import dimensions
 
@@ -199,7 +200,8 @@ def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
                     etp=layout.etp,
                 )
             )
-            validate_layout(model, found, Workload(seq_len=2 * found.cp, global_batch=1))
+            tokens = context.whole_chunks(found, model)
+            validate_layout(model, found, Workload(seq_len=tokens, global_batch=1))
         except LayoutError:
             continue
         return found

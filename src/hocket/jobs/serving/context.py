@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
+
+if TYPE_CHECKING:
+    from hocket.models.dimensions import Dimensions
 
 
 def require_whole_experts(layout: Layout) -> None:
@@ -15,6 +20,11 @@ def require_whole_experts(layout: Layout) -> None:
             "has one of the two",
             hint=f"--layout {narrowed(layout, cp=1).axes_text()}",
         )
+
+
+def whole_chunks(layout: Layout, model: Dimensions) -> int:
+    """Tokens that divide over context ranks as those of training do; a prompt need not."""
+    return 2 * layout.cp * max(1, model.handed_width)
 
 
 def require_divided_blocks(block_size: int, layout: Layout) -> None:

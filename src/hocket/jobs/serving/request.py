@@ -94,7 +94,7 @@ class PreparedServer:
     def spec(self, *, replica: bool = False) -> RunSpec:
         """All of it as the run folder keeps it; or as the ranks of one replica get it."""
         workload = Workload(
-            seq_len=2 * self.layout.cp,
+            seq_len=context.whole_chunks(self.layout, self.source.dimensions),
             global_batch=self.replica.dp if replica else self.layout.dp,
             dtype=self.request.workload.dtype,
         )
@@ -197,7 +197,8 @@ def legal_server_layout(source: ModelSource, layout: Layout, device: str) -> Lay
         plain = dataclasses.replace(layout, **{row.field: row.runs[0] for row in rows})
         raise LayoutError(rows[0].reason(layout), hint=f"--layout {plain.axes_text()}")
     context.require_whole_experts(layout)
-    workload = Workload(seq_len=2 * layout.cp, global_batch=layout.dp)
+    tokens = context.whole_chunks(layout, source.dimensions)
+    workload = Workload(seq_len=tokens, global_batch=layout.dp)
     found = validate_layout(source.dimensions, layout, workload)
     if isinstance(layout.pipeline_split, tuple) and 0 in layout.pipeline_split:
         layers, stages = source.dimensions.num_layers, layout.num_stages

@@ -112,6 +112,8 @@ def module_attention(  # noqa: PLR0917  as transformers calls it
         scaling = query.shape[-1] ** -0.5
     if others or attention_mask is not None:
         _refuse(module, attention_mask, others)
+    if sliding_window is None:  # Qwen2-MoE makes masks of it, and hands none on
+        sliding_window = getattr(module, "sliding_window", None)
     options = Options(scaling, sliding_window or None, softcap or None, s_aux)
     latent = given_heads(module)
     if latent is not None:
