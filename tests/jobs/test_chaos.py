@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hocket.jobs.chaos.draw import (
 )
 from hocket.jobs.chaos.kinds import ALL, BY_NAME
 from hocket.jobs.chaos.result import ChaosResult, FaultResult, fault_table
-from hocket.jobs.chaos.run import _Watched, chaos
+from hocket.jobs.chaos.run import _disk, _Watched, chaos
 from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from tests import rotation
@@ -91,6 +92,30 @@ def test_a_restart_is_for_the_fault_that_happened_first(tmp_path: Path) -> None:
     assert export.named is None  # not tested on its own
     assert export.survived
     assert evaluation.survived
+
+
+def test_a_disk_that_is_filled_stays_full_while_ranks_delete(tmp_path: Path) -> None:
+    """No save finds the space of an old checkpoint that another rank deletes, at any moment, until
+    the file that fills the disk is deleted."""
+    from hocket.training.faults import fill_disk
+
+    with _disk(disk := tmp_path / "checkpoints", small=True):
+        old = [disk / f"step-{number}" / "rank-0" for number in range(50)]
+        for path in old:
+            path.parent.mkdir()
+            path.write_bytes(bytes(1 << 16))
+        fill_disk(filler := disk / ".filler")
+        for number, path in enumerate(old):
+            path.unlink()
+            path.parent.rmdir()
+            with pytest.raises(OSError, match="No space left on device"):
+                (disk / f"new-{number}").write_bytes(bytes(1))
+        filler.unlink()
+        end = time.monotonic() + 60
+        while shutil.disk_usage(disk).free < 50 << 16:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (disk / "new").write_bytes(bytes(1 << 20))
 
 
 def test_faults_follow_from_the_seed_and_have_a_stretch_each() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import elastic
+from hocket.jobs import elastic, forecast_policy
 from hocket.jobs.request import request
-from hocket.spec.errors import RankFailure
+from hocket.jobs.train import train_model
+from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.layout import Layout
-from hocket.spec.run import TrainOptions
+from hocket.spec.run import RunFolder, TrainOptions
 from hocket.training.pauses import APART
 from tests.ranks import ROOT
 from tests.support.runs import Whole, job, losses, weights
@@ -276,10 +277,31 @@ def test_torchrun_with_fewer_and_with_more_ranks(
         assert main(command(6)) != 0
     assert "needs 2 ranks; the launcher started 1" in capsys.readouterr().err
     start(1, 6, "--elastic")
-    start(3, 9, "--elastic")
+    start(3, 9)  # the run is elastic since
     used = layouts(tmp_path, "run")
     assert [used[step].partition(":")[0] for step in (3, 6, 9)] == ["dp2", "dp1", "dp2"]
     equal_to_one_process(tmp_path, "run")
+
+
+def test_a_resumed_run_is_elastic_as_its_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The devices that a cluster's file has to find are those of the run, not of the command."""
+    job(tmp_path, "run", "dp2", elastic=True, save_every=2, steps=4, **CONSTANT)
+    seen = []
+
+    def reject(cluster: str, options: TrainOptions) -> None:
+        seen.append((cluster, options.elastic, options.device))
+        raise OptionError("rejected", hint="")
+
+    monkeypatch.setattr(forecast_policy, "reject_cluster", reject)
+    again = {"model": "", "run": str(tmp_path / "run"), "resume": True, "steps": 6}
+    with pytest.raises(OptionError, match="rejected"):
+        train_model(request({**again, "cluster": "probed.toml"}))
+    with pytest.raises(OptionError, match="rejected"):
+        train_model(request({**again, "cluster": "probed.toml", "elastic": False}))
+    assert seen == [("probed.toml", True, "cpu"), ("probed.toml", False, "cpu")]
+    assert RunFolder(tmp_path / "run").load().options.elastic
 
 
 def test_ranks_that_a_layout_is_chosen_for() -> None:

@@ -83,11 +83,11 @@ def train_model(
     request = resume.continued(request)
     if request.again and (rows := resume.finished(request)):
         return _finished(request, rows, record)
-    forecast_policy.reject_cluster(request.cluster, request.options)
     if request.options.resume:
         with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
             found = resume.resume_job(request)
             options = found.job.request.options
+            forecast_policy.reject_cluster(request.cluster, options)
             with _warm(launcher, options) as warm:
                 spec = resumed(found, record, launcher=warm)
                 summary = _launched(
@@ -95,6 +95,7 @@ def train_model(
                     wanted=found.spec.layout, left=found.job.request.ranks, faults=faults,
                 )  # fmt: skip
         return _report(summary, request, record)
+    forecast_policy.reject_cluster(request.cluster, request.options)
     if request.run is not None:
         lock.reject_locked(request.run)
     request = defaults.with_layout(request)
@@ -396,7 +397,7 @@ def _run_joined(
     world, options = context.world_size, request.options
     if folder is None:
         # Whatever can be refused alone is refused at once; the data is rank 0's.
-        if not (options.resume or options.elastic):
+        if not (resume.continued(request).options.resume or options.elastic):
             prepare.prepare_job(request, world_size=world)
         context.store(STARTUP)
         ready = json.loads(context.store().get("hocket/prepared"))

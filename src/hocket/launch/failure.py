@@ -7,6 +7,7 @@ the cause is the earliest failure that is not one, and only its traceback is sho
 from __future__ import annotations
 
 import dataclasses
+import linecache
 import re
 import signal
 import time
@@ -27,6 +28,13 @@ _WAITING = (
 
 _COMMUNICATING = ("/torch/", "hocket/runtime/")
 """Code that a rank which waits for others is in, innermost."""
+
+_IN_C = re.compile(r"\.wait\(|store(\(\))?\.get\(")
+"""A line of code that waits for other ranks in C++, without a frame of its own: for a work of
+Gloo, for a key of the store."""
+
+NO_STACK = "  gave no whole stack"
+"""How the text of a rank begins whose stack is not known."""
 
 SHOWN = 6
 """Innermost calls that are shown of a rank that waits."""
@@ -188,12 +196,10 @@ def behind(positions: Positions) -> dict[int, str]:
             waits_for.setdefault(rank, set()).update(r for r in counts if counts[r] < count)
     # One that is ahead of another late rank on some axis waits for it, and is a victim.
     causes = {rank: how for rank, how in found.items() if not waits_for[rank] & set(found)}
-    found = causes or found
-    if any(positions.values()):
-        for rank, position in positions.items():
-            if position is None:
-                found[rank] = "did not answer"
-    return found
+    silent = [rank for rank, position in positions.items() if position is None]
+    if silent and any(positions.values()):  # how far they are is not known: who waits for them?
+        return dict.fromkeys(silent, "did not answer")
+    return causes or found
 
 
 def show_beats(beats: Mapping[int, Beat]) -> str:
@@ -220,9 +226,14 @@ def show_stacks(
 
 
 def _suspects(stacks: dict[int, str], late: dict[int, str]) -> list[int]:
-    """The ranks that the others seem to wait for, by their stacks and by who is `behind`."""
-    busy = [r for r, text in stacks.items() if not waits(text)]
-    return [r for r in busy if r in late] or busy or [r for r in stacks if r in late]
+    """The ranks that the others seem to wait for, by their stacks and by who is `behind`.
+
+    A rank whose stack is not known is one only where all the others wait.
+    """
+    unknown = [r for r, text in stacks.items() if text.startswith(NO_STACK)]
+    busy = [r for r, text in stacks.items() if r not in unknown and not waits(text)]
+    found = busy or unknown or list(stacks)
+    return [r for r in found if r in late] or busy or unknown
 
 
 def _role(rank: int, suspects: list[int], late: dict[int, str]) -> str:
@@ -235,9 +246,26 @@ def _role(rank: int, suspects: list[int], late: dict[int, str]) -> str:
 def waits(stack: str) -> bool:
     """Whether the main thread of this stack waits for other ranks."""
     frames = _main_thread(stack)
-    if not frames or not any(place in frames[0] for place in _COMMUNICATING):
+    if not frames:
+        return False
+    if _IN_C.search(_source(frames[0])):
+        return True
+    if not any(place in frames[0] for place in _COMMUNICATING):
         return False  # other code runs, inside a collective perhaps
     return any(place in frame for frame in frames[:5] for place in _WAITING)
+
+
+def _source(frame: str) -> str:
+    """The line of code that a frame is at; empty where its file is not here."""
+    found = re.search(r'File "(.+)", line (\d+)', frame)
+    return linecache.getline(found[1], int(found[2])) if found else ""
+
+
+def is_whole(stack: str) -> bool:
+    """Whether a rank has written all of its stack: the outermost frame of the main thread is last,
+    or a line of dots where there are more."""
+    *_, last, rest = ["", "", *stack.split("\n")]
+    return not rest and (last == "  ..." or bool(_CARRYING.search(last)))
 
 
 def trim(stack: str) -> str:

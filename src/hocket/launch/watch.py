@@ -322,20 +322,19 @@ class Watch:
         if stopped:
             self._signal(signal.SIGCONT, [e for e in asked if e.rank in stopped])
         end = time.monotonic() + 2.0
-        sizes = dict(before)
-        while time.monotonic() < end:
-            self._turn(0.0)
-            time.sleep(0.2)
-            now = {e.rank: os.fstat(e.stacks).st_size for e in asked}
-            if now == sizes and all(now[r] > before[r] for r in now):
+        texts: dict[int, str] = {}
+        while True:
+            texts = {e.rank: _read_memory_file(e.stacks, before[e.rank]) for e in asked}
+            if all(map(failure.is_whole, texts.values())) or time.monotonic() > end:
                 break
-            sizes = now
+            self._turn(0.0)
+            time.sleep(0.05)
         found = {}
         for entry in asked:
-            text = failure.trim(_read_memory_file(entry.stacks, before[entry.rank]))
-            found[entry.rank] = (
-                text or f"  gave no stack (process {entry.pid} is {state(entry.pid)})"
-            )
+            text = found[entry.rank] = failure.trim(texts[entry.rank])
+            if not failure.is_whole(texts[entry.rank]):
+                known = f"{failure.NO_STACK} (process {entry.pid} is {state(entry.pid)})"
+                found[entry.rank] = f"{known}:\n{text}" if text else known
         return found
 
     def ask_stop(self) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ class Faults:
         elif kind == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif kind == "fill":
-            _fill(Path(row["filler"]))
+            fill_disk(Path(row["filler"]))
         elif kind == "cut":
             _shut_down_connections()
         elif kind == "term":
@@ -246,12 +246,15 @@ def _within_newest(checkpoints: Path, place: float | None) -> tuple[Path | None,
     return None, 0
 
 
-def _fill(filler: Path) -> None:
-    """Fill the file system of `filler` to its last byte, and whatever is freed there later, as when
-    another rank deletes an old checkpoint, until `filler` is deleted."""
+def fill_disk(filler: Path) -> None:
+    """Fill the file system of `filler` to its last byte. It stays full until `filler` is deleted:
+    every file of its folder is held open, so that deleting one, as another rank deletes an old
+    checkpoint, frees nothing. A file that begins later gets no byte."""
     file = filler.open("wb", buffering=0)
-
-    def fill() -> None:
+    held: dict[int, IO[bytes]] = {}
+    new = True
+    while new:  # what began while the disk filled is held too, and what it freed is filled
+        new = _hold(filler.parent, held)
         chunk = 1 << 16
         while chunk:
             try:
@@ -261,14 +264,24 @@ def _fill(filler: Path) -> None:
                     raise
                 chunk //= 2
 
-    def stay_full() -> None:
-        with file:
-            while filler.exists():
-                fill()
-                time.sleep(0.0001)
+    def release() -> None:
+        while filler.exists():
+            time.sleep(0.001)
+        for each in (file, *held.values()):
+            each.close()
 
-    fill()
-    threading.Thread(target=stay_full, daemon=True).start()
+    threading.Thread(target=release, daemon=True).start()
+
+
+def _hold(folder: Path, held: dict[int, IO[bytes]]) -> bool:
+    """Open every file below a folder that is not held; whether there was one."""
+    before = len(held)
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # deleted meanwhile
+            inode = path.stat().st_ino
+            if inode not in held:
+                held[inode] = path.open("rb")
+    return len(held) > before
 
 
 def _shut_down_connections() -> None:
