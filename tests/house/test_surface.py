@@ -37,7 +37,7 @@ TRAINING = {
     "trust_remote_code", "timeout", "max_restarts",
     "grace_seconds", "replica_check_every", "on_divergence", "max_skipped_steps",
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
-    "packing", "streaming", "max_corrupt_records", "verify_every",
+    "packing", "streaming", "token_window", "max_corrupt_records", "verify_every",
     "slow_rank_factor",
     "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "quantize_base",
 }  # fmt: skip

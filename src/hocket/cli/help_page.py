@@ -55,7 +55,8 @@ _LAYOUT = (
 TOPICS = {
     "data": ("files, formats, tokenizer, packing", (
         "data", "eval_data", "prompt", "chat", "data_format", "text_field", "chat_template_file",
-        "tokenizer", "vocab_size", "packing", "streaming", "max_corrupt_records", "input_work",
+        "tokenizer", "vocab_size", "packing", "streaming", "token_window", "max_corrupt_records",
+        "input_work",
     )),
     "layout": ("degrees of parallelism, ZeRO, pipeline schedule, offload", _LAYOUT),
     "batch": ("size, number and precision of steps", (

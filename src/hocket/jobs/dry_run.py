@@ -164,13 +164,15 @@ def _first_sequence(
     the model's configuration as they fit the data."""
     from hocket.training.dataset import IGNORED, open_dataset
     from hocket.training.token_manifest import TRAIN
+    from hocket.training.windowed import windows_made
 
     with tempfile.TemporaryDirectory(prefix="hocket-dry-run-") as folder:
         aside = RunFolder(folder)
         found = prepare.tokenized(job, aside, record)
         words, seed = found.words, job.request.options.seed
         length = job.request.workload.seq_len
-        batch = open_dataset(aside.data, TRAIN, found.tokens, length, seed).batch([0])
+        with windows_made(aside, found.job.request):
+            batch = open_dataset(aside.data, TRAIN, found.tokens, length, seed).batch([0])
         ids, labels = batch.ids[0], batch.labels[0]
         # Loss falls on the token that follows: token k is learned where label k - 1 is not ignored.
         learned = [False, *(bool(label != IGNORED) for label in labels[:-1])]

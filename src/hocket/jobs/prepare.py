@@ -28,6 +28,7 @@ from hocket.spec.errors import (
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
+from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.jobs.record import JobRecorder
@@ -295,6 +296,7 @@ def data(
         streaming=options.streaming,
         samples=None if options.epochs else options.steps * workload.global_batch,
         max_corrupt_records=options.max_corrupt_records,
+        token_window=parse_bytes(options.token_window) if options.token_window else 0,
         progress=progress,
     )
     return words, tokens, config

@@ -23,7 +23,7 @@ from hocket.spec.links import Links
 from hocket.spec.precision import OPTIMIZERS, QUANTIZED_BASES
 from hocket.spec.run import TrainOptions, Workload
 from hocket.spec.synonyms import DTYPES, unknown_option
-from hocket.spec.units import parse_duration
+from hocket.spec.units import parse_bytes, parse_duration
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -367,6 +367,8 @@ def check_options(options: TrainOptions) -> None:
             hint='pip install "hocket[lora]"',
         )
     memory.memory_limit(options)
+    if options.token_window is not None:
+        _check_window(options.token_window, options)
     if options.emulate_links is not None:
         Links.parse(options.emulate_links)
     if options.grace_seconds is not None:
@@ -386,6 +388,26 @@ def check_options(options: TrainOptions) -> None:
     _one_of("data_format", options.data_format, DATA_FORMATS)
     if options.packing is not None:
         _one_of("packing", options.packing, PACKINGS)
+
+
+def _check_window(size: str, options: TrainOptions) -> None:
+    """Refuse a window of tokens that is no size, or of data that is not taken as a stream."""
+    parse_bytes(size)
+    if not options.streaming:
+        raise OptionError(
+            f"--token-window {size} is of a stream, and --streaming is not given",
+            hint=f"--streaming --token-window {size}",
+        )
+    if options.epochs is not None:
+        raise OptionError(
+            "--token-window does not read the data before the run, which --epochs needs to",
+            hint="--steps N instead of --epochs",
+        )
+    if options.upload is not None:
+        raise OptionError(
+            "--upload copies all that a run needs, and with --token-window its tokens change",
+            hint="leave --upload or --token-window out",
+        )
 
 
 def _check_lora(options: TrainOptions) -> None:

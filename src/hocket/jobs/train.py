@@ -251,6 +251,8 @@ def launch_ranks(
         accumulate: more microbatches are taken where the run fits only with them.
         faults: as of `train_model`.
     """
+    from hocket.training.windowed import windows_made
+
     launcher.preload(modeling_modules(spec.config))
     if spec.weights is not None:
         launcher.preload([CONVERSION_RULES])
@@ -260,15 +262,14 @@ def launch_ranks(
         spec = links.settle_links(launcher, folder, spec)
         record.note(f"emulated links: {spec.options.emulate_links}")
     forecast_policy.before(folder, spec, record, cluster=cluster, launcher=launcher)
-    disturbed = topology.keep(folder, cluster, spec.options.device)
-    if disturbed:
+    if disturbed := topology.keep(folder, cluster, spec.options.device):
         record.note(disturbed)
     remark = precision.precision_remark(spec)
     if remark is not None:
         record.note(remark)
     record.phase("starting ranks")
     background_load = BackgroundLoad()
-    with upload.uploads(folder, spec, record):
+    with upload.uploads(folder, spec, record), windows_made(folder, spec):
         restart.run_with_restarts(
             launcher,
             ENTRY,
@@ -393,6 +394,7 @@ def _run_joined(
     another process prepares it."""
     from hocket.launch import leave_together, run_joined
     from hocket.models.source import fetch_again
+    from hocket.training.windowed import windows_made
 
     world, options = context.world_size, request.options
     if folder is None:
@@ -428,13 +430,11 @@ def _run_joined(
     with (
         unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume),
         uploading if context.rank == 0 else contextlib.nullcontext(),
+        windows_made(folder, spec, here=context.rank == 0),
     ):
         if context.rank == 0:
-            cluster = (
-                forecast_policy.NONE
-                if request.cluster == forecast_policy.NONE
-                else forecast_policy.AUTO
-            )
+            unpredicted = request.cluster == forecast_policy.NONE
+            cluster = forecast_policy.NONE if unpredicted else forecast_policy.AUTO
             forecast_policy.before(folder, spec, record, cluster=cluster)
             topology.keep(folder, cluster, options.device)
         run_joined(

@@ -79,6 +79,10 @@ class Heart:
             self._sequence, self._allowed, self._name,
         )  # fmt: skip
 
+    def tick(self) -> None:
+        """Progress, where the rank was."""
+        self._write()
+
     def begin_step(self, done: int) -> None:
         """The step after `done` steps begins."""
         self._step, self._action, self._microbatch = done, -1, -1

@@ -4,7 +4,7 @@ RUN/
   .lock               while a process writes the folder: which one
   run.json            the RunSpec, with a checksum
   schedule.txt        the Schedule that the runtime executes
-  data/               tokens.bin, valid.bin, tokens.json, tokenizer.json
+  data/               tokens.bin (or windows of it), valid.bin, tokens.json, tokenizer.json
   metrics.jsonl       one JSON object a step
   timeline.json       measured Timeline of one step; forecast.json: the predicted one
   communication.json  every collective of that step, counted
@@ -90,9 +90,9 @@ class TrainOptions:
         data_format: record format: text, chat (messages or conversations; loss on the assistant's
             turns), completion (prompt and completion; loss on the completion), or auto (from each
             file's first record). One of: auto, text, chat, completion.
-        chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
-            chatml, llama-3, zephyr.
+        chat_template_file: replaces the tokenizer's own: a Jinja file, chatml, llama-3 or zephyr.
         streaming: tokenize data as it is read, storing no Hub files; of text what --steps take.
+        token_window: bytes of tokens on disk, of --streaming text of any size: 8GB (default: all).
         max_corrupt_records: unreadable records (not JSON, no such field) that are skipped, each
             reported with file and line; one more ends the run.
         packing: documents in rows: across (concatenated, attention crosses documents), documents
@@ -107,8 +107,7 @@ class TrainOptions:
         quantize_base: 4-bit type of LoRA's frozen linear layers (QLoRA). One of: nf4.
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
-        save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
-            the end; 0: none.
+        save_every: steps or time (30m, 2h) between checkpoints; one more at the end; 0: none.
         replicate_state: steps between copies of all ranks' states in memory, here and on the next
             host, from which a restart continues where no checkpoint is newer; 0: none.
         save_mode: writing of checkpoints: background (training continues; from a copy of weights
@@ -177,6 +176,7 @@ class TrainOptions:
     data_format: str = "auto"
     chat_template_file: str | None = None
     streaming: bool = False
+    token_window: str | None = None
     max_corrupt_records: int = 0
     packing: str | None = None
     eval_fraction: float = 0.02

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from hocket.models.chat_template import file_of
 from hocket.spec.errors import DataError
 from hocket.spec.units import format_bytes
-from hocket.training import data_paths, data_sources, mixture
+from hocket.training import data_paths, data_sources, mixture, windowed
 from hocket.training.conversation import TEXT
 from hocket.training.corrupt import CorruptRecords
 from hocket.training.documents import Document, source_kinds, split_documents
@@ -65,6 +65,7 @@ def prepare_data(
     streaming: bool = False,
     samples: int | None = None,
     max_corrupt_records: int = 0,
+    token_window: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
     """Tokenize the data into `folder`, with the tokenizer; do nothing if it is there.
@@ -85,6 +86,7 @@ def prepare_data(
         samples: that the run trains on. Where sources are streamed and documents follow each other
             (`across`), so much is read of them, from their beginnings, and no more; None: all.
         max_corrupt_records: records that cannot be read and are skipped, in all sources together.
+        token_window: bytes of training tokens on disk at a time, of a stream; 0: all.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
     Raises:
@@ -109,7 +111,13 @@ def prepare_data(
     packing = packing or (ACROSS if plain else DOCUMENTS)
     written = [] if templates is None else sorted(templates.texts.items())
     quotas: list[int] = []
-    if samples is not None and plain and packing == ACROSS and _streamed(sources, streaming):
+    dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
+    window, stream = 0, plain and packing == ACROSS
+    if token_window:
+        window = windowed.window_of(
+            token_window, dtype.itemsize, seq_len, global_batch, plain=stream and not slots
+        )
+    elif samples is not None and stream and _streamed(sources, streaming):
         shares = slots or [sum(source.bytes for source in some) for some in each]
         quotas = stream_quotas(samples, seq_len, shares, 0.0 if held_out else eval_fraction)
     key = _hash(
@@ -127,12 +135,13 @@ def prepare_data(
         *([slots, [len(some) for some in each]] if slots else []),
         *([max_corrupt_records] if max_corrupt_records else []),
         *([quotas] if quotas else []),
+        *(["window", window] if window else []),
     )
     tokens = _existing(folder, key, seq_len)
     if tokens is None:
         folder.mkdir(parents=True, exist_ok=True)
-        dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
-        _require_room(folder, sum(quotas) * dtype.itemsize)
+        windowed.delete_windows(folder)
+        _require_room(folder, token_window or sum(quotas) * dtype.itemsize)
         corrupt = CorruptRecords(max_corrupt_records)
         kind_of = dict(zip(map(id, (*sources, *held_out)), held, strict=True))
 
@@ -148,7 +157,7 @@ def prepare_data(
                 folder=to, sources=some, held_out=out, tokenizer=tokenizer, dtype=dtype,
                 seq_len=seq_len, share=share, seed=seed, corrupt=corrupt, progress=progress,
             )  # fmt: skip
-            if plain and packing == ACROSS:
+            if stream:
                 return making.stream(text_field, paths, most)
             of_train, of_valid = (
                 split_documents(
@@ -160,7 +169,12 @@ def prepare_data(
             return making.flagged(of_train, of_valid, packing)
 
         mixed: list[mixture.MixedSource] = []
-        if not slots:
+        if window:
+            counts = windowed.held_out_counts(
+                folder, tokenizer, sources, held_out, text_field=text_field, corrupt=corrupt,
+                dtype=dtype, seq_len=seq_len, samples=samples, share=eval_fraction, window=window,
+            )  # fmt: skip
+        elif not slots:
             counts = made(folder, each, held_out, eval_fraction, quotas)
         else:
             parts = []
@@ -185,6 +199,7 @@ def prepare_data(
             corrupt=tuple(corrupt.notes),
             mixture=tuple(mixed),
             partial=bool(quotas),
+            window=window,
             held=tuple(held),
             packing=packing,
             dtype=dtype.name,

@@ -6,13 +6,15 @@ Letters: B batch, S sequence. Never imports torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hocket.training import token_window
 from hocket.training.data import check_tokens, num_samples
 from hocket.training.mixture import MixedSource, Mixture
 from hocket.training.mixture import mixture_lines as mixture_text
@@ -21,6 +23,8 @@ from hocket.training.packed_files import BEGINS, LEARNED, flags_file
 from hocket.training.packing import ACROSS
 from hocket.training.token_manifest import TRAIN, Tokens
 
+POLL = 0.01
+"""Seconds between two looks for a window."""
 IGNORED = -100
 """The label of a token that no loss falls on."""
 
@@ -162,6 +166,51 @@ class RowDataset(TokenDataset):
         return Batch(ids, labels, places - begins)
 
 
+class WindowDataset(TokenDataset):
+    """Samples of a stream of which some windows are on disk; the order is of each window.
+
+    Attributes:
+        waiting: is called once a second while a window is waited for.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str, seq_len: int, seed: int | None, samples: int
+    ) -> None:
+        self.path, self.seq_len, self.seed = folder, seq_len, seed
+        self.num_samples = samples
+        self.mixture = self._flags = None
+        self.waiting: Callable[[], None] | None = None
+        self._dtype = np.dtype(dtype)
+        self._within = np.arange(seq_len + 1)
+        self._open: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+
+    def rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Tokens [B, S + 1] of the samples at some global indices."""
+        index = np.asarray(indices, np.int64)
+        starts, windows = self.starts(index), index // self.num_samples
+        found = np.empty((index.size, self.seq_len + 1), np.int64)
+        for window in np.unique(windows):
+            here = windows == window
+            found[here] = self._window(int(window))[starts[here][:, None] + self._within]
+        return found
+
+    def _window(self, window: int) -> npt.NDArray[np.unsignedinteger]:
+        if window not in self._open:
+            token_window.ask(self.path, window)
+            path = token_window.window_file(self.path, window)
+            reported = time.monotonic()
+            while not path.exists():
+                if (error := token_window.failure_of(self.path)) is not None:
+                    raise error
+                if self.waiting is not None and time.monotonic() - reported > 1:
+                    self.waiting()
+                    reported = time.monotonic()
+                time.sleep(POLL)
+            near = {number: ids for number, ids in self._open.items() if abs(number - window) < 2}
+            self._open = {**near, window: np.memmap(path, self._dtype, "r")}
+        return self._open[window]
+
+
 def open_dataset(
     folder: Path, name: str, tokens: Tokens, seq_len: int, seed: int | None = None
 ) -> TokenDataset:
@@ -171,6 +220,8 @@ def open_dataset(
     kind = TokenDataset if tokens.packing == ACROSS else RowDataset
     mixed = tokens.mixture if name == TRAIN else ()
     check_tokens(tokens, seq_len=seq_len, global_batch=1)
+    if tokens.window and name == TRAIN:
+        return WindowDataset(folder, tokens.dtype, seq_len, seed, tokens.window)
     return kind(folder / name, tokens.dtype, seq_len, seed, flags=tokens.flags, mixed=mixed)
 
 

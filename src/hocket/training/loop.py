@@ -34,7 +34,7 @@ from hocket.spec.units import parse_bytes
 from hocket.training import attention_file, stop_bound, timeline, trackers
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import RankJob
-from hocket.training.dataset import BatchOrder, open_dataset
+from hocket.training.dataset import BatchOrder, WindowDataset, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches, perplexity
 from hocket.training.expert_load import ExpertLoad
 from hocket.training.export import ModelFiles, export_ranks
@@ -110,6 +110,8 @@ class Loop:
             return Inputs(dataset, order, rank, job.mesh.device)
 
         self.inputs = inputs(TRAIN, self.options.seed)
+        if isinstance(self.inputs.dataset, WindowDataset):
+            self.inputs.dataset.waiting = self._alive
         self._input_seconds = 0.0
         work = sum(multiplied_parameters(stage.module) for stage in self.parallel.stages)
         self.slow = SlowRanks(context, job.mesh, self.options.slow_rank_factor, work)
@@ -485,4 +487,9 @@ class Loop:
         before = self.context.heart.allow(seconds)
         yield
         self.context.heart.allow(before)
+        self.context.beat()
+
+    def _alive(self) -> None:
+        """Where a rank waits for tokens, and for no other rank: progress, as for the heartbeat."""
+        self.context.heart.tick()
         self.context.beat()

@@ -35,10 +35,9 @@ def write_tokens(
         quotas: tokens after which no further document of each source is read; where a source has
             fewer, the others give more, in their order. Empty: all are read to their ends.
     """
-    end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
     lengths: list[int] = []
     largest = 0 if tokenizer.eos_id is None else tokenizer.eos_id
-    read = [_encoded(texts, tokenizer) for texts in sources]
+    read = [encoded_documents(texts, tokenizer) for texts in sources]
     with named(path), path.open("wb") as file:
 
         def write(documents: Iterator[Ids], most: float) -> int:
@@ -49,8 +48,7 @@ def write_tokens(
                     continue
                 largest = max(largest, int(ids.max()))
                 file.write(ids.astype(dtype).tobytes())
-                file.write(end.tobytes())
-                lengths.append(ids.size + end.size)
+                lengths.append(ids.size)
                 written += lengths[-1]
             return written
 
@@ -64,9 +62,12 @@ def write_tokens(
     return np.array(lengths, np.int64), largest
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
+def encoded_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
+    """The ids of each document, with the end token; none of one without a token."""
+    end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.uint32)
     for together in character_batches(texts, len, BATCH_CHARACTERS):
-        yield from tokenizer.encode_batch(together)
+        for ids in tokenizer.encode_batch(together):
+            yield np.concatenate([ids, end]) if ids.size else ids
 
 
 def character_batches(

@@ -57,6 +57,8 @@ class Tokens:
         mixture: the sources that are drawn from by weight, in the order of the training file; empty
             where it is one.
         partial: the sources were streamed, and read as far as the run's steps take them.
+        window: samples of each window, where only some of the training tokens are on disk at a time
+            (`token_window`); 0: all are in one file.
         files: of every other file of the folder, its bytes and their crc32. None: written by a
             version that did not list them.
     """
@@ -86,6 +88,7 @@ class Tokens:
     corrupt: tuple[str, ...] = ()
     mixture: tuple[MixedSource, ...] = ()
     partial: bool = False
+    window: int = 0
     version: int = VERSION
     files: Mapping[str, tuple[int, int]] | None = None
 
@@ -106,6 +109,8 @@ class Tokens:
             )
         if self.unlearned_documents:
             text += f"; {self.unlearned_documents:,} left out: nothing of them is learned"
+        if self.window:
+            text += f"; {self.window * seq_len:,} tokens in each window of the stream"
         if self.partial:
             text += "; of the streamed data as much as the steps take"
         if self.corrupt_records:
@@ -157,7 +162,7 @@ class Tokens:
         for name in (
             "train_tokens", "valid_tokens", "train_documents", "valid_documents", "train_rows",
             "valid_rows", "learned_tokens", "truncated_documents", "truncated_tokens",
-            "unlearned_documents", "corrupt_records",
+            "unlearned_documents", "corrupt_records", "window",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _LARGEST:
@@ -176,6 +181,8 @@ class Tokens:
                 parts = sum(getattr(one, name) for one in self.mixture)
                 if parts != total:
                     raise ValueError(f"the sources of the mixture have {parts} {name}, not {total}")
+        if self.window and (self.packing != ACROSS or self.flags or self.mixture):
+            raise ValueError(f"window is {self.window} with flags, rows or a mixture")
         if self.packing != ACROSS and not self.flags:
             raise ValueError(f"packing is {self.packing!r}, and there are no flags")
 
@@ -201,6 +208,8 @@ class Tokens:
         ):
             count = tokens if self.packing == ACROSS else rows * seq_len
             found[name] = count * item
+            if name == TRAIN and self.window:
+                del found[name]
             if self.flags:
                 found[flags_file(Path(name)).name] = count
         return found
