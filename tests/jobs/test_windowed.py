@@ -99,7 +99,17 @@ def test_kills_and_other_data_ranks_change_nothing(ranks: RankPool, text: Path) 
         train(ranks, text, "run", "dp2", kill(7, 1), max_restarts=0)
     assert RunFolder(text.parent / "run").checkpoints.is_dir()
     disks.append(
-        train(ranks, text, "run", "dp4", kill(13, 3), resume=True, steps=16, save_every=16)
+        train(
+            ranks,
+            text,
+            "run",
+            "dp4",
+            kill(13, 3),
+            resume=True,
+            steps=16,
+            save_every=16,
+            max_restarts=1,
+        )
     )
     disks.append(train(ranks, text, "run", "dp1", resume=True, save_every=16))
     assert disks[0].restarts == 1

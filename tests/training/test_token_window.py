@@ -151,6 +151,33 @@ def stream_of(folder: RunFolder) -> list[int]:
     return _STREAMS[folder.path]
 
 
+def test_a_start_makes_the_window_in_which_it_continues(job: JobRequest) -> None:
+    """And deletes none of those around it before a rank asks."""
+    folder = prepared(job)
+    maker = window_maker(folder, job)
+    assert maker is not None
+    for window in (2, 3, 4):
+        maker._current = 3
+        maker.make(window)
+    step = 3 * SAMPLES // BATCH + 1
+    newest = folder.checkpoints / f"step-{step:06d}"
+    newest.mkdir(parents=True)
+    (newest / "manifest.json").write_text("{}")
+    again = window_maker(folder, job)
+    assert again is not None
+    again.clean()
+    window_file(folder.data, 4).unlink()
+    assert again.serve()
+    assert not again.serve()
+    assert sorted(again._there()) == [2, 3, 4]
+    (folder.data / ".wanted-5").touch()
+    assert again.serve()
+    assert again.serve()
+    assert not again.serve()
+    assert sorted(again._there()) == [4, 5, 6]
+    assert (STEPS * BATCH - 1) // SAMPLES == 6  # none is made behind the last step's
+
+
 def test_held_out_are_the_first_documents(job: JobRequest) -> None:
     folder = prepared(job, eval_fraction=0.2)
     tokens = Tokens.load(folder.data)

@@ -5,6 +5,7 @@ Letters: B batch, S sequence. Never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -197,18 +198,25 @@ class WindowDataset(TokenDataset):
     def _window(self, window: int) -> npt.NDArray[np.unsignedinteger]:
         if window not in self._open:
             token_window.ask(self.path, window)
-            path = token_window.window_file(self.path, window)
-            reported = time.monotonic()
-            while not path.exists():
-                if (error := token_window.failure_of(self.path)) is not None:
-                    raise error
-                if self.waiting is not None and time.monotonic() - reported > 1:
-                    self.waiting()
-                    reported = time.monotonic()
-                time.sleep(POLL)
             near = {number: ids for number, ids in self._open.items() if abs(number - window) < 2}
-            self._open = {**near, window: np.memmap(path, self._dtype, "r")}
+            self._open = {**near, window: self._mapped(window)}
         return self._open[window]
+
+    def _mapped(self, window: int) -> npt.NDArray[np.unsignedinteger]:
+        """The tokens of a window, waited for where they are not there."""
+        asked = time.monotonic()
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                path = token_window.window_file(self.path, window)
+                return np.memmap(path, self._dtype, "r")
+            if (error := token_window.failure_of(self.path)) is not None:
+                raise error
+            if time.monotonic() - asked > 1:  # it may have been deleted since
+                token_window.ask(self.path, window)
+                asked = time.monotonic()
+                if self.waiting is not None:
+                    self.waiting()
+            time.sleep(POLL)
 
 
 def open_dataset(

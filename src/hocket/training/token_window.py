@@ -142,7 +142,7 @@ class WindowMaker:
 
     Args:
         stream: of the documents that are not held out, at its beginning.
-        samples: of each window. last: the last window that the run's steps need.
+        samples: of each window. first, last: windows in which the run continues, and ends.
         ended: asked while a window is made; then it raises Ended.
     """
 
@@ -154,13 +154,14 @@ class WindowMaker:
         samples: int,
         seq_len: int,
         dtype: str,
+        first: int,
         last: int,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder, self._stream = folder, stream
         self._tokens, self._dtype = samples * seq_len, np.dtype(dtype)
         self._last, self._ended = last, ended
-        self._current = 0
+        self._current = first
         self._next: int | None = None
         """The window whose first token is `_head`, and whose others the stream is at."""
         self._head = np.zeros(0, self._dtype)
@@ -191,11 +192,11 @@ class WindowMaker:
             self.make(self._current)
             (self._folder / f"{_WANTED}{self._current}").unlink(missing_ok=True)
             return True
-        ahead = self._current + 1
-        if ahead > self._last or window_file(self._folder, ahead).exists():
-            return False
-        self.make(ahead)
-        return True
+        for ahead in range(self._current, min(self._current + 1, self._last) + 1):
+            if not window_file(self._folder, ahead).exists():
+                self.make(ahead)
+                return True
+        return False
 
     def fail(self, error: HocketError) -> None:
         """Have the ranks raise this error where they wait for a window."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hocket.spec.checkpoint import resumable_checkpoints
 from hocket.spec.errors import DataError, HocketError
 from hocket.spec.run import RunFolder, TrainOptions, Workload
 from hocket.spec.units import format_bytes
@@ -150,10 +151,12 @@ def window_maker(
             hint="the data as it was, or a new run from the data: another --run",
         )
     documents = 0 if job.eval_data else tokens.valid_documents
+    done = next((int(p.name.split("-")[1]) for p in resumable_checkpoints(folder.checkpoints)), 0)
     texts = _texts(sources, options.text_field, options.max_corrupt_records)
     return WindowMaker(
         folder.data, TokenStream(texts, tokenizer, documents), samples=tokens.window,
         seq_len=workload.seq_len, dtype=tokens.dtype, ended=ended,
+        first=done * workload.global_batch // tokens.window,
         last=(options.steps * workload.global_batch - 1) // tokens.window,
     )  # fmt: skip
 
