@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hocket.launch import Launcher
+from hocket.launch import Launcher, failure
 from hocket.launch.watch import LEAVE
 from hocket.spec.errors import LayoutError, OptionError, RankFailure
 from tests.ranks import ROOT, RankPool
@@ -170,6 +170,7 @@ def test_a_hung_rank_is_found_and_its_stack_shown(ranks: RankPool, how: str, tel
     assert telling in str(error)[suspect:]
     assert suspect < str(error).index("rank 0:")
     assert suspect < str(error).index("rank 2:")
+    assert failure.NO_STACK not in str(error)  # each dump was read to its end
 
 
 @ranks_needed
