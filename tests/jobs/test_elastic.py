@@ -295,7 +295,8 @@ def test_a_resumed_run_is_elastic_as_its_folder_has_it(
         raise OptionError("rejected", hint="")
 
     monkeypatch.setattr(forecast_policy, "reject_cluster", reject)
-    again = {"model": "", "run": str(tmp_path / "run"), "resume": True, "steps": 6}
+    run = str(tmp_path / "run")
+    again = {"model": run, "run": run, "resume": True, "steps": 6}
     with pytest.raises(OptionError, match="rejected"):
         train_model(request({**again, "cluster": "probed.toml"}))
     with pytest.raises(OptionError, match="rejected"):
