@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hocket.cost.measured_memory import gpu_memory_rows
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
+from hocket.jobs.request import request
 from hocket.models import registry
-from tests.rehearsal.types import OK, REJECTED, STEPS, rehearsed
+from hocket.models.trace import trace
+from tests.rehearsal.types import OK, REJECTED, STEPS, rehearsed, tiny_model
 from tests.rotation import part
 
 JOBS = [(kind, *step) for kind in sorted(registry.causal_classes()) for step in STEPS]
@@ -50,6 +54,8 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
         ("doge", "tp2", 64),  # the head's norm is written out: its backward is the peak
         ("hy_v4", "tp2", 64),  # that norm is as wide as four streams
         ("kimi_linear", "tp2", 64),  # a recurrence adds to gradients of whole sequences
+        ("minimax", "tp2", 1024),  # tables of decays, [heads, 256, 256], which no rank splits
+        ("bailing_hybrid", "cp2", 512),  # scans in chunks of 64 tokens, two a rank at least
     ],
 )
 def test_predicted_memory_is_within_5_percent(
@@ -58,3 +64,20 @@ def test_predicted_memory_is_within_5_percent(
     row = rehearsed(kind, "train", layout, workers, tmp_path, tokens)
     assert row["outcome"] == OK, row
     assert abs(row["error"]) <= 0.05, row
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_buffers_of_modules_count_with_the_parameters_of_each_rank(
+    workers: RehearsalWorkers, tmp_path: Path
+) -> None:
+    """Those of MiniMax's linear attention are no rank's shard, and larger than its parameters."""
+    model = tiny_model("minimax", workers, tmp_path)
+    given = {"model": model, "layout": "tp2", "seq_len": 64, "dtype": "bf16", "device": "cuda"}
+    found = rehearse_job(prepare_rehearsal(request(given), rows=1), workers=workers)
+    job, (executed, *_) = found.job, found.executed.values()
+    shape = trace(dict(job.spec.config), name="minimax")
+    row = gpu_memory_rows(shape, job.spec, job.schedule)[0]
+    held = executed.standing["parameters"] + executed.standing["other"]
+    assert executed.standing["other"] > 2 * executed.standing["parameters"]
+    assert row["parameters"] == pytest.approx(held, rel=0.01)

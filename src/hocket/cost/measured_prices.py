@@ -455,7 +455,8 @@ def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: Measured
 
 
 def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
-    """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
+    """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`. On a
+    GPU, whose allocator is asked for its peak, buffers of modules count with parameters."""
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
     values = sum(job.elements(w) * w.stored for w in held)
@@ -469,8 +470,10 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     gradients = mine if job.layout.zero else elements
     small = sum(job.elements(w) // job.states(w) for w in held if w.elements < SMALLEST_8BIT)
     moments = 8 * small + moment_bytes(job.optimizer) * (mine - small)
+    kinds = (kind for stage in stages for kind in job.blocks(stage)) if job.cuda else ()
+    buffers = sum(job.shape.blocks[kind].buffers for kind in kinds)
     return {
-        "parameters": round(values * job.element_bytes),
+        "parameters": round((values + buffers) * job.element_bytes),
         "gradients": gradients * GRADIENT_BYTES,
         # Two moments, a step's number for each tensor, and masters of what is not fp32.
         "optimizer": round(moments) + 4 * len(held) + masters,

@@ -88,6 +88,7 @@ def peak_memory(
     live_layer = saved = deferred = widest = np.zeros(shape)
     none = Parameters(np.zeros(shape), np.zeros(shape))
     layer_weights = largest = (none, none)  # all parameters, and those that are trained
+    buffers = np.zeros(shape)
     for count, block in model.kinds:
         whole, kept = saved_bytes(block, model, at, seq_len, constants)
         saved = saved + count * kept * tokens
@@ -96,6 +97,7 @@ def peak_memory(
         again = np.where(at.recompute == FULL, whole, 0.0)
         again = again + _working(block, model, at, constants)
         live_layer = np.maximum(live_layer, again * tokens)
+        buffers = buffers + count * block.buffers * constants.weight_bytes / model.layers
         layer = _local(block, at)
         layer_weights = _sum(layer_weights, _times(layer, count))
         largest = _larger(largest[0], layer[0]), _larger(largest[1], layer[1])
@@ -172,7 +174,8 @@ def peak_memory(
     totals = []
     host = pinned = zero
     for rank in (first_rank, last_rank, middle_rank):
-        with_layer = np.where(rank is middle_rank, inner, one) * live_layer
+        there = np.where(rank is middle_rank, inner, one)
+        with_layer, tables = there * live_layer, there * rank.layers * buffers
         head = _times(ends[1], rank.with_head)
         # The head's gradient as it is made, in addition to the logits; ZeRO-3 widens it, and copies
         # it. A tied matrix has two, which are added where the embedding's is made.
@@ -193,13 +196,15 @@ def peak_memory(
             # way, and in a backward of the one that comes next.
             moving = widest * np.minimum(at.virtual + later, rank.layers)
             kept = np.where(away, moving + rank.pending, rank.saved) + rank.others
+            kept = kept + tables
             totals.append((state.weights, state.gradients, state.optimizer, kept + more))
         # At the end of a backward both gradients of a tied matrix are added into a third.
         state = held(*rank.weights, largest, at, constants, head=(none, none), later=True)
         both = carried + 2 * tied * constants.gradient_bytes * head[1].total
-        totals.append((state.weights, state.gradients, state.optimizer, rank.others + both))
-        buffers = np.where(away, PINNED_BYTES * rank.saved, 0.0)
-        host, pinned = np.maximum(host, state.host + buffers), np.maximum(pinned, buffers)
+        both = both + tables + rank.others
+        totals.append((state.weights, state.gradients, state.optimizer, both))
+        locked = np.where(away, PINNED_BYTES * rank.saved, 0.0)
+        host, pinned = np.maximum(host, state.host + locked), np.maximum(pinned, locked)
     sums = np.stack([sum(parts, np.zeros(shape)) for parts in totals])
     peak_rank = sums.argmax(axis=0)
     parts = [np.choose(peak_rank, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]

@@ -93,6 +93,7 @@ class BlockTerms:
             those of `copied_units` key/value heads, which tensor parallelism divides and, where it
             has more ranks, copies.
         trained: those of them that are not frozen.
+        buffers: elements of tensors that are no parameters, whole on every rank.
     """
 
     layer: bool
@@ -138,6 +139,7 @@ class BlockTerms:
     trained_outside: Floats
     trained_expert: Floats
     trained_expert_whole: Floats
+    buffers: Floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,4 +482,5 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         trained_outside=weights("outside", trained=True),
         trained_expert=weights("expert", trained=True),
         trained_expert_whole=weights("expert_whole", trained=True),
+        buffers=_one(block.buffers),
     )

@@ -179,7 +179,9 @@ class BlockShape:
 
     `memory_bound` holds what is there with fused kernels and flash attention (view `fused`);
     `unfused` the same work one operation at a time (view `eager`, in place of `memory_bound`) and
-    what attention without a flash kernel adds to either (view `core`).
+    what attention without a flash kernel adds to either (view `core`). `buffers` are the elements
+    of its modules' tensors that are no parameters (MiniMax's decays, [heads, 256, 256] a layer),
+    which every rank has whole.
     """
 
     kind: str
@@ -190,6 +192,7 @@ class BlockShape:
     saved: tuple[Saved, ...] = ()
     weights: tuple[Weight, ...] = ()
     unfused: tuple[MemoryBound, ...] = ()
+    buffers: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -337,6 +340,7 @@ class ModelShape:
                     for field in _ROWS
                     if field != "handed" or block.handed
                 }
+                | ({"buffers": block.buffers} if block.buffers else {})
                 for name, block in self.blocks.items()
             },
         }
@@ -347,6 +351,7 @@ class ModelShape:
         blocks = {
             name: BlockShape(
                 kind=name,
+                buffers=block.get("buffers", 0),
                 **{f: tuple(kind(**row) for row in block.get(f, ())) for f, kind in _ROWS.items()},
             )
             for name, block in data["blocks"].items()

@@ -149,6 +149,7 @@ def _shape(done: Run, name: str) -> ModelShape:
             saved=costs.saved(),
             unfused=costs.unfused(),
             weights=tuple(weights[key]),
+            buffers=_buffers(done, key) if key.isdigit() else 0,
         )
     layers = tuple(names[index] for index in done.kinds)
     blocks = _numbered(blocks, dict.fromkeys((*layers, *blocks)))
@@ -176,6 +177,12 @@ def _handed(done: Run, index: str) -> tuple[Handed, ...]:
     config: Any = done.model.config
     layer = done.model.get_submodule(f"{done.layers}.{index}")
     return tuple(state_sizes(layer, int(config.hidden_size)).values())
+
+
+def _buffers(done: Run, index: str) -> int:
+    """Elements of a layer's tensors that are no parameters."""
+    layer = done.model.get_submodule(f"{done.layers}.{index}")
+    return sum(buffer.numel() for buffer in layer.buffers())
 
 
 def _numbered(blocks: dict[str, BlockShape], order: Iterable[str]) -> dict[str, BlockShape]:
