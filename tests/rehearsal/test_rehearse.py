@@ -184,11 +184,15 @@ def _memory_is_predicted(found: Rehearsed) -> None:
         assert predicted == pytest.approx(row["total"], rel=0.05)
 
 
-@pytest.mark.parametrize("layout", ["dp2.ep2", "dp2.tp2.ep4.etp1", "dp2.pp2.ep2:microbatches=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2.ep2", "dp2.ep2:recompute=full", "dp2.tp2.ep4.etp1", "dp2.pp2.ep2:microbatches=2"],
+)
 def test_expert_parallel_layouts_complete_and_read_once_a_layer(
     workers: RehearsalWorkers, layout: str
 ) -> None:
-    """All-to-alls of uneven sizes take them from the host: one read for each forward of a layer."""
+    """All-to-alls of uneven sizes take them from the host: one read for each forward of a layer,
+    and none where it is recomputed."""
     found = rehearse_job(of(layout, model="tiny-mixtral"), workers=workers)
     assert found.report.ends
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives

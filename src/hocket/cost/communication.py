@@ -17,7 +17,8 @@ send and receive, the output for all-gather).
         pp   send, receive T H e to and from each neighbouring stage, forward and backward; of
              slices (sequence parallel) T H e / tp
         expert (ep) for each set of E experts, t tokens of a rank (T / tp where tensor ranks divide
-             all-to-all    them), k experts of a token: of the counts E 8 forward; of the tokens
+             all-to-all    them), k experts of a token: of the counts E 8 forward, not when a
+             layer is recomputed; of the tokens
              t k H e there and back, forward and backward (Lepikhin et al. 2021, GShard): counted by
              the tokens' own rank, whatever the router chose; 1/ep of them on average stay
         tp   all-gather    with etp below tp, of the experts' outputs and of gradients, T H e and

@@ -26,7 +26,7 @@ def add_experts(table: Table, layout: Layout, step: Step, share: StageShare, tp_
     if layout.ep > 1:
         rows = step.tokens // tp + (tp_index < step.tokens % tp) if whole else step.tokens
         message = rows * step.experts_per_token * step.hidden_size * e
-        for count in (*share.experts, *share.experts_again):
+        for count in share.experts:  # none when a layer is recomputed
             table.add("all-to-all", "expert", "microbatch", number, count * INTEGER)
         turns = 4 * len(share.experts) + 2 * len(share.experts_again)
         table.add("all-to-all", "expert", "microbatch", number * turns, message)

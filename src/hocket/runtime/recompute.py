@@ -8,6 +8,9 @@
 the last tensor that backward asks for is there: a layer that ends in a product and sums is not
 run to its end, and the last all-reduce over tp is not repeated. All others are.
 
+What a layer's first run found out by asking others is noted and not asked again (`found_once`):
+the sizes of messages to experts, which a CUDA host waits for.
+
 Random numbers come again: a layer is seeded again by its key, a core gets the state back that it
 found. Where the weights' gradients are deferred (I and W), a layer is recomputed in I, and what its
 products read stays from there to W.
@@ -15,9 +18,10 @@ products read stays from there to W.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -58,9 +62,9 @@ class RecomputedLayer:
         )
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        if self.streams is None:
-            return nullcontext(), nullcontext()
-        return nullcontext(), _again(self.streams, self.streams.place)
+        notes: list[Any] = []
+        place = None if self.streams is None else self.streams.place
+        return _first(notes), _again(notes, self.streams, place)
 
 
 class RecomputedCore:
@@ -76,11 +80,53 @@ class RecomputedCore:
         return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
 
+class _Run(threading.local):
+    """Of this thread: `notes` of a layer's first run, or what is `left` of them in its second."""
+
+    notes: list[Any] | None = None
+    left: Iterator[Any] | None = None
+
+
+_RUN = _Run()
+_Found = TypeVar("_Found")
+
+
+def found_once(find: Callable[[], _Found]) -> tuple[_Found, bool]:
+    """What `find` gives; where a layer runs again in backward, what it gave in the first run.
+
+    Returns:
+        That, and whether it is of the first run.
+    """
+    if _RUN.left is not None:
+        return next(_RUN.left), True
+    found = find()
+    if _RUN.notes is not None:
+        _RUN.notes.append(found)
+    return found, False
+
+
 @contextmanager
-def _again(streams: Streams, place: tuple[int, int, int]) -> Iterator[None]:
+def _first(notes: list[Any]) -> Iterator[None]:
+    """Within, a layer runs whose second run will ask for `notes`."""
+    before, _RUN.notes = _RUN.notes, notes
+    try:
+        yield
+    finally:
+        _RUN.notes = before
+
+
+@contextmanager
+def _again(
+    notes: list[Any], streams: Streams | None, place: tuple[int, int, int] | None
+) -> Iterator[None]:
     """Within, a layer draws what it drew at that place. Nothing else draws during a backward."""
-    streams.enter_again(place)
-    yield
+    if streams is not None and place is not None:
+        streams.enter_again(place)
+    before, _RUN.left = _RUN.left, iter(notes)
+    try:
+        yield
+    finally:
+        _RUN.left = before
 
 
 def recompute_layers(

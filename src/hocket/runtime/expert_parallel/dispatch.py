@@ -11,10 +11,11 @@ and no counts are sent (Lepikhin et al. 2021, GShard, section 3.2; Megatron-Core
 dispatcher). No token is dropped: R is whatever the routers of all ranks chose.
 
 All-to-alls are uneven, and torch takes their sizes from the host: on CUDA that is one read of 2 ep
-numbers for each set of experts and forward, and what needs no size (the order of the rows, and the
-rows in that order) is enqueued before it, so that the device works while the host wakes up. Padded
-to T k rows a pair of ranks no size would be read, and ep times the bytes would be sent;
-`gathered` reads nothing, for steps of few tokens.
+numbers for each set of experts and forward (none where a layer is recomputed, which has them from
+its first run), and what needs no size (the order of the rows, and the rows in that order) is
+enqueued before it, so that the device works while the host wakes up. Padded to T k rows a pair of
+ranks no size would be read, and ep times the bytes would be sent; `gathered` reads nothing, for
+steps of few tokens.
 
 Legend: T tokens of this rank, k experts of a token, H hidden, R rows that arrive, E experts.
 """
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hocket.runtime.collectives import all_to_all
 from hocket.runtime.mesh import Axis
+from hocket.runtime.recompute import found_once
 from hocket.runtime.record import Recorder
 
 
@@ -53,14 +55,13 @@ class Routes:
     load: Tensor
     axis: Axis
     recorder: Recorder
-    sizes: _OnHost | None
+    sizes: _OnHost
     sent: list[int] = dataclasses.field(default_factory=list)
     received: list[int] = dataclasses.field(default_factory=list)
 
     def settle(self) -> None:
         """Wait until the host knows the sizes."""
-        if self.sizes is not None:
-            (self.sent, self.received), self.sizes = self.sizes.read(), None
+        self.sent, self.received = self.sizes.read()
 
     def expert_ids(self) -> Tensor:
         """[R] int64, number among this rank's experts of each row that arrives."""
@@ -82,8 +83,16 @@ def route(index: Tensor, num_experts: int, axis: Axis, recorder: Recorder) -> Ro
     """
     flat = index.reshape(-1)
     counts = flat.new_zeros(axis.size * num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-    arriving = all_to_all(counts, axis, recorder).view(axis.size, num_experts)
-    sizes = torch.stack([counts.view(axis.size, num_experts).sum(1), arriving.sum(1)])
+
+    def exchange() -> tuple[Tensor, Tensor, _OnHost]:
+        arriving = all_to_all(counts, axis, recorder).view(axis.size, num_experts)
+        sizes = torch.stack([counts.view(axis.size, num_experts).sum(1), arriving.sum(1)])
+        return counts, arriving, _OnHost(sizes, flat.numel())
+
+    # A layer that is recomputed knows them: nothing is sent, and the host does not wait.
+    (sent, arriving, sizes), again = found_once(exchange)
+    if again:
+        torch._assert_async((sent == counts).all(), _OTHER)
     return Routes(
         order=torch.argsort(flat, stable=True),
         choices=index.shape[-1],
@@ -91,8 +100,11 @@ def route(index: Tensor, num_experts: int, axis: Axis, recorder: Recorder) -> Ro
         load=arriving.sum(0),
         axis=axis,
         recorder=recorder,
-        sizes=_OnHost(sizes, flat.numel()),
+        sizes=sizes,
     )
+
+
+_OTHER = "a router chose other experts when its layer was recomputed: it is not deterministic"
 
 
 class _OnHost:
@@ -101,6 +113,7 @@ class _OnHost:
 
     def __init__(self, sizes: Tensor, rows: int) -> None:
         self.rows = rows
+        self.known: tuple[list[int], list[int]] | None = None
         self.event: Any = None
         self.sizes = sizes
         if sizes.is_cuda:
@@ -109,15 +122,18 @@ class _OnHost:
             self.event.record()
 
     def read(self) -> tuple[list[int], list[int]]:
-        """Wait for them: the one read of the device."""
-        if self.event is not None:
-            self.event.synchronize()
-        if isinstance(self.sizes, FakeTensor):
-            count = self.sizes.shape[1]
-            even = [self.rows // count + (i < self.rows % count) for i in range(count)]
-            return even, even
-        sent, received = self.sizes.tolist()
-        return sent, received
+        """Wait for them: the one read of the device, once."""
+        if self.known is None:
+            if self.event is not None:
+                self.event.synchronize()
+            if isinstance(self.sizes, FakeTensor):
+                count = self.sizes.shape[1]
+                even = [self.rows // count + (i < self.rows % count) for i in range(count)]
+                self.known = even, even
+            else:
+                sent, received = self.sizes.tolist()
+                self.known = sent, received
+        return self.known
 
 
 def dispatch(hidden: Tensor, routes: Routes) -> Tensor:
