@@ -16,7 +16,7 @@ from hocket.runtime.mesh import Axis  # noqa: E402
 from hocket.runtime.record import Recorder  # noqa: E402
 from hocket.serving.engine.device_sampler import DeviceSampler  # noqa: E402
 from hocket.serving.engine.sampler import Sampler  # noqa: E402
-from hocket.serving.engine.staging import Staging  # noqa: E402
+from hocket.serving.engine.staging import Readback, Staging  # noqa: E402
 from hocket.serving.engine.vocabulary import Vocabulary  # noqa: E402
 from hocket.serving.scheduling.step import StepPlan  # noqa: E402
 
@@ -147,3 +147,20 @@ def test_staged_columns_arrive_as_they_are() -> None:
     fixed = Staging(2, torch.device("cpu"))
     with pytest.raises(AssertionError, match="3 words for a buffer of 2"):
         fixed.send([([1, 2, 3], torch.long)])
+
+
+def test_more_results_may_be_under_way_than_there_are_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with more plans in flight on a GPU, where each result stays in its buffer until read."""
+
+    class Event:
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    readback = Readback(torch.device("cuda"), depth=2)
+    given = [torch.full((3,), float(number), dtype=torch.float64) for number in range(5)]
+    under_way = [readback.start(values) for values in given]
+    assert [each.read() for each in under_way] == [values.tolist() for values in given]
+    assert readback.reads == 5

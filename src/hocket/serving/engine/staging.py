@@ -108,7 +108,7 @@ class Readback:
 
     Args:
         device: where the values are.
-        depth: results that may be under way at once.
+        depth: results that may be under way at once without another buffer.
 
     Attributes:
         reads: results that the host waited for.
@@ -124,6 +124,9 @@ class Readback:
         """Begin to copy `values` [n] fp64."""
         if self.device.type != "cuda":
             return Returning(self, -1, values, None)
+        if not self._free:  # more plans in flight than buffers
+            self._free.append(len(self._host))
+            self._host.append(torch.empty(0, dtype=torch.float64))
         turn = self._free.pop()
         size = values.shape[0]
         if self._host[turn].shape[0] < size:
