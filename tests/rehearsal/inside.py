@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hocket.rehearsal.execution import Execution, executing
+from hocket.rehearsal.execution import Actions, Execution, allocate, executing
 from hocket.rehearsal.process_group import rehearsed_world
 from hocket.runtime.data_parallel.buckets import on_gradient
 from hocket.spec.rehearsal import RehearsedDevice
@@ -252,3 +252,31 @@ def tiny_config(kind: str) -> dict[str, Any]:
     proxy, _ = switched_proxy(sample_config(kind), {})
     found: dict[str, Any] = json.loads(json.dumps(proxy.config.to_dict(), default=str))
     return found
+
+
+def plain_launches(config: dict[str, Any]) -> int:
+    """Kernels of a step of plain transformers on one GPU in fp32: forward and backward of one
+    microbatch, clipping, AdamW with and without weight decay, the last two fused."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float()
+    with executing(H100, 0, 1) as execution, execution.fake():
+        allocate(module, CUDA)
+        module.train()
+        parameters = list(module.parameters())
+        groups = [
+            {"params": [p for p in parameters if (p.ndim > 1) == decayed], "weight_decay": 0.1}
+            for decayed in (True, False)
+        ]
+        optimizer = torch.optim.AdamW(groups, fused=True)
+        ids = torch.empty(1, 64, dtype=torch.long, device=CUDA)
+        for step in range(2):
+            if step:
+                execution.begin(Actions(0, CUDA))
+            module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        execution.end()
+        return sum(execution.launches.kernels.values())

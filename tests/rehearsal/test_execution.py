@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
+from hocket.jobs.request import request
 from hocket.spec.errors import HocketError
 
 pytestmark = pytest.mark.ranks
@@ -116,3 +119,21 @@ def test_an_error_in_a_worker_is_reported_and_leaves_it_alive(inside: Inside) ->
     with pytest.raises(HocketError, match="on purpose"):
         inside("crash")
     assert inside("groups")["backend"] == "nccl"
+
+
+def test_a_layer_launches_no_more_than_in_plain_transformers(
+    workers: RehearsalWorkers, inside: Inside
+) -> None:
+    found: dict[int, tuple[int, int]] = {}
+    given = {"model": "tiny-llama", "layout": "dp1", "seq_len": 64, "dtype": "fp32"}
+    for layers in (2, 4):
+        asked = request({**given, "device": "cuda"})
+        job = prepare_rehearsal(asked, rows=1, layers=layers)
+        (executed,) = rehearse_job(job, workers=workers).executed.values()
+        assert executed.host_reads == []
+        plain = inside("plain_launches", config=dict(job.spec.config))
+        found[layers] = sum(executed.launches.values()), plain
+    assert found[4][0] - found[2][0] <= found[4][1] - found[2][1]
+    # What a step has once: a loss that is written over its logits, and a test for steps that are
+    # not finite, which plain transformers has not.
+    assert found[4][0] - found[4][1] <= 18

@@ -104,10 +104,11 @@ class GradientNorm:
         parts += [p.grad * mask for p, mask in self._masked if p.grad is not None]
         dtypes = {p.dtype for p in self.parameters}  # the same on every rank of a model
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        total = torch.zeros((), dtype=dtype, device=self.mesh.device)
         if parts:
             norms = torch._foreach_norm(parts, 2, dtype=dtype)
             total = torch.stack(list(norms)).square_().sum()
+        else:
+            total = torch.zeros((), dtype=dtype, device=self.mesh.device)
         # Gradients of what is offloaded are on the host, where the scale is needed too: two waits a
         # step. Else the device is not read.
         total = total.to(self.mesh.device)
@@ -124,8 +125,9 @@ class GradientNorm:
         if max_norm <= 0:
             return norm
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-        # Such a step is skipped, and its gradients still show where it came from.
-        scale = torch.where(torch.isfinite(norm), scale, torch.ones_like(scale))
+        # A step whose norm is not finite, of which this difference is NaN, is skipped, and its
+        # gradients still show where it came from. (`isfinite` is four kernels of its own.)
+        scale.masked_fill_(norm - norm != 0, 1.0)
         # On CUDA reading the scale would wait for the device; on CPU it may save the pass.
         if norm.is_cuda or not float(scale) >= 1.0:
             grads = [p.grad for p in self.parameters if p.grad is not None]

@@ -26,7 +26,8 @@ IGNORED = -100
 
 
 class NextTokenLoss:
-    """Sum of the cross-entropies of a microbatch's `labels` [B, S], and their number.
+    """Sum of the cross-entropies of a microbatch's `labels` [B, S], and, without gradients, their
+    number (else 0).
 
     The logits [B, S, V] (or [B, S, V of this rank], if `module` ends in a vocabulary-parallel
     head) are the output's `logits`, or its first entry, or the output itself. They are overwritten.
@@ -75,7 +76,9 @@ class NextTokenLoss:
         """A step begins."""
         self.tokens_per_microbatch = tokens_per_microbatch
 
-    def __call__(self, output: Any, microbatch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, output: Any, microbatch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | int]:
         labels = targets(microbatch["labels"], self.labels_shifted)
         loss = vocab_parallel_cross_entropy(
             logits_of(output),
@@ -95,7 +98,8 @@ class NextTokenLoss:
                 auxiliary = _divided(auxiliary, self.router_degree)
             auxiliary = self.router.coefficient * auxiliary
             loss = loss + self.tokens_per_microbatch * auxiliary.to(loss)
-        return loss, (labels != IGNORED).sum()
+        # A training step is divided by the tokens of the global batch, which are known before it.
+        return loss, 0 if torch.is_grad_enabled() else (labels != IGNORED).sum()
 
 
 class OwnLoss:

@@ -108,6 +108,7 @@ class Executor:
         self.reducers = dict(reducers or {})
         self.before_forward = before_forward
         self._place = schedule.stage_ranks
+        self._tokens: Tensor  # of an evaluation
         self._loss_dtype = loss_dtype(next(iter(self.stages.values())).dtype)
         self._actions = schedule.ranks[axis.index]
         assert set(self.stages) == set(schedule.stages_of(axis.index)), (
@@ -173,6 +174,7 @@ class Executor:
             (sum of losses, number of tokens) of this rank's last stage, fp32: zeros elsewhere.
         """
         self._reset(microbatches, 1.0, grad=False)
+        self._tokens = torch.zeros((), device=self.device)
         for action in self._forwards(len(microbatches)):
             self._run[action.kind](action)
         return self._finish(), self._tokens
@@ -193,7 +195,6 @@ class Executor:
         self._final: dict[int, Action] = {}
         self._pending: dict[Key, Any] = {}
         self._losses: list[Tensor] = []
-        self._tokens = torch.zeros((), device=self.device)
 
     def _finish(self) -> Tensor:
         self._release(self._released + len(self._sends))
@@ -202,7 +203,7 @@ class Executor:
         self._microbatches = {}
         if not losses:
             return torch.zeros((), dtype=self._loss_dtype, device=self.device)
-        return torch.stack(losses).sum()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _forwards(self, count: int) -> Iterator[Action]:
         """The forwards of `count` microbatches, in the order of the schedule.
