@@ -39,7 +39,10 @@ SERVED_PAGE = Path(__file__).with_name("served-families.md")
 SERVED_ROWS = SERVED_PAGE.with_suffix(".jsonl")
 SUMMARY = PAGE.parents[2] / "src/hocket/catalogue/data/families.json"
 """Of both, for `hocket models`."""
-SERVED_RUN = "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; `cp2` and `cp2.tp2`: 11-26)"
+SERVED_RUN = (
+    "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; `cp2`, `cp2.tp2` and recurrent `+`: "
+    "11-26)"
+)
 """Days of the runs whose rows are kept."""
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
 

@@ -71,6 +71,13 @@ def test_a_part_of_the_matrix_is_equal_or_rejected() -> None:
 
 
 @pytest.mark.usefixtures("lent")
+def test_a_loss_that_is_not_computed_is_nothing_to_a_server() -> None:
+    """Bamba's second configuration has one; its prompts are rejected for the states they pass."""
+    (row,) = served_matrix(["bamba+"], ["cp2"]).rows
+    assert "keeps recurrent states" in row.cells[0].reason
+
+
+@pytest.mark.usefixtures("lent")
 def test_a_server_is_compared_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,3 +232,33 @@ def test_limits_and_reports_have_exact_text_forms() -> None:
 def test_flags_that_say_nothing_of_a_server_are_rejected(flags: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         cli.main(flags)
+
+
+def test_the_distance_from_fp64_counts_scans_that_a_family_computes_in_fp32(tmp_path: Path) -> None:
+    """Left in fp32 on both sides, a scan's own rounding would be no part of it."""
+    import torch
+
+    from hocket.models.plain import PlainModel, save_plain
+    from hocket.models.proxy import proxy_of, spread_weights
+    from hocket.models.samples import sample_config
+    from hocket.models.skeleton import config_of
+    from hocket.ranks.serving_check import _Reference
+    from hocket.training.in_fp64 import stay_in_fp64
+
+    model = proxy_of(config_of(sample_config("qwen3_5_text"), dropout=0.0)).build()
+    spread_weights(model, 0)
+    save_plain(model, tmp_path)
+    tokens = tuple(range(3, 51))
+    reference = _Reference(str(tmp_path), False)
+    known = reference.logprobs(tokens)
+
+    half_way, whole = (PlainModel(tmp_path, trust_remote_code=False) for _ in range(2))
+    half_way.to_fp64()
+    stay_in_fp64(whole.to_fp64())
+
+    def distance(other: PlainModel) -> float:
+        found = other.logits(tokens).double().log_softmax(-1)
+        return float((found - known).abs().max())
+
+    assert reference.rounding() == distance(whole) != distance(half_way)
+    assert torch.isfinite(known).all()

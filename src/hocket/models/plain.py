@@ -50,10 +50,10 @@ class PlainModel:
         found: list[int] = made[0, len(prompt) :].tolist()
         return found
 
-    def to_fp64(self) -> None:
-        """Compute in fp64 from now on."""
-        self._model.double()
+    def to_fp64(self) -> nn.Module:
+        """The model, with values in fp64 from now on; its class may cast some to fp32."""
         self._model.set_experts_implementation("eager")  # the grouped matmul has no fp64
+        return self._model.double()
 
 
 def save_plain(model: nn.Module, folder: str | os.PathLike[str]) -> None:

@@ -131,8 +131,10 @@ class _Reference:
     def rounding(self) -> float:
         """The largest difference of a log-probability from what the model computes in fp64; 0 where
         its code fails in fp64. Ends what the model can be used for."""
+        from hocket.training.in_fp64 import stay_in_fp64
+
         try:
-            self.model.to_fp64()
+            stay_in_fp64(self.model.to_fp64())  # scans and routers too
             return max(
                 float((self.model.logits(tokens).double().log_softmax(-1) - known).abs().max())
                 for tokens, known in self.known.items()

@@ -187,8 +187,8 @@ class _Row:
         reason = self._reason(error)
         launcher, source = self.warm.launcher, resolve_model(directory)
         try:  # all that is checked before ranks start, but for the server's check at this layout
-            require_equal(launcher, source, replica_layout(Layout.parse(text)))
-            require_equal(launcher, source, Layout(), pages=True)
+            require_equal(launcher, source, replica_layout(Layout.parse(text)), loss=False)
+            require_equal(launcher, source, Layout(), loss=False, pages=True)
         except RankFailure:
             pass
         except HocketError as said:
