@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from hocket.models.dimensions import dimensions
 from hocket.ranks.proxy.numbers import DRAWS, GRADIENT, microbatch, proxy_differences
 from hocket.spec.errors import ModelError
 
@@ -59,7 +60,8 @@ def _try(
     recorder = Recorder(index)
     try:
         model = proxy.build(seed=draw, attention=attention).train()
-        inputs, weight = microbatch(proxy, draw)
+        width = dimensions(proxy.config.to_dict()).handed_width
+        inputs, weight = microbatch(proxy, draw, max(16, 2 * degree * width))
         del inputs["position_ids"]  # whole rows are numbered by the model itself
         local = copy.deepcopy(model)
         for each in (model, local):  # its auxiliary loss is rejected by itself

@@ -29,17 +29,19 @@ that lies within its rounding of a kink (of a ReLU, of xIELU) tips over and take
 gradient with it. What a split leaves out is missing in every draw."""
 
 
-def microbatch(proxy: ProxyModel, draw: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """Two sequences of 16 tokens, and weights [2, 16, V] that turn logits into one number."""
+def microbatch(
+    proxy: ProxyModel, draw: int = 0, tokens: int = 16
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Two sequences of S tokens, and weights [2, S, V] that turn logits into one number."""
     import torch
 
     from hocket.models.proxy import VOCABULARY
 
     generator = torch.Generator().manual_seed(1 + draw)
     vocabulary = int(getattr(proxy.config, "vocab_size", VOCABULARY))
-    ids = torch.randint(3, vocabulary, (2, 16), generator=generator)
-    positions = torch.arange(16).expand(2, 16).contiguous()
-    weight = torch.randn((2, 16, vocabulary), generator=generator)
+    ids = torch.randint(3, vocabulary, (2, tokens), generator=generator)
+    positions = torch.arange(tokens).expand(2, tokens).contiguous()
+    weight = torch.randn((2, tokens, vocabulary), generator=generator)
     return {"input_ids": ids, "position_ids": positions}, weight
 
 
