@@ -536,3 +536,9 @@ def test_compiling_without_a_compiler(
     said = refused("train", "tiny-llama", "--data", text, "--device", "cpu", "--compile")
     assert f"--compile needs a compiler, and {words} not found" in said
     assert "leave --compile out" in said
+
+
+def test_the_data_of_a_printed_command(refused: Run) -> None:
+    said = refused("train", "tiny-llama", "--data", "DATA")
+    assert "DATA stands for your data" in said
+    assert said.endswith("hint: hocket train tiny-llama --data 'roneneldan/TinyStories[:2000]'\n")

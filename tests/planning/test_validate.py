@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,12 @@ def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
         read_training_table(bad)
     with pytest.raises(OptionError, match="there is no file"):
         read_training_table(tmp_path / "none.csv")
+
+
+def test_every_column_is_explained_below_the_table() -> None:
+    from hocket.jobs.accuracy import accuracy_text
+
+    text = accuracy_text(validate_training(EXTRACT))
+    legend = text.rpartition("\n\n")[2]
+    for column in text.splitlines()[0].split():
+        assert re.search(rf"^([a-z]+, )?{column}(, [a-z]+)?: |; {column}: ", legend, re.M), column

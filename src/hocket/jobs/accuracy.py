@@ -12,6 +12,24 @@ if TYPE_CHECKING:
     from hocket.planning.validate_serving import ServingValidationScores as ServingScores
 
 
+TRAINING_LEGEND = """\
+rows: runs that were predicted; out: runs left out, for the reasons above
+mean, median: of the absolute error of step time, in % of the measured time
+memory: median of the absolute error of peak memory, in % of the measured bytes
+unfit: runs that were measured, and are predicted not to fit the memory
+tau: Kendall's rank correlation of predicted and measured step times, among runs that differ
+  only in layout: 1 where both have the same order, 0 without relation, -1 in reverse
+regret: how much slower than the fastest measured layout the one predicted as fastest is, in %
+-: cannot be computed: not reported, or a single run"""
+"""The meaning of the columns of training runs."""
+
+SERVING_LEGEND = """\
+rows: measurements that were predicted; out: left out, for the reasons above
+mean, median: of the absolute error, in % of the measured value
+unfit: measured, and predicted not to fit the memory"""
+"""The meaning of the columns of serving runs."""
+
+
 def accuracy(table: str | Path, *, rows: str | Path | None = None) -> ValidationReport:
     """Price every run of a table; with `rows`, write each row's prediction there.
 
@@ -56,7 +74,7 @@ def serving_text(report: ServingReport) -> str:
     lines += [_serving_line("  dense models alone", report.dense, width)]
     lines += _listed("assumed", (one.row.assumed for one in report.predicted_rows))
     lines += _reasons(report.left_out)
-    lines += ["", "mean, median: absolute error in %; unfit: measured, called not fitting"]
+    lines += ["", SERVING_LEGEND]
     return "\n".join(lines) + "\n"
 
 
@@ -80,13 +98,7 @@ def accuracy_text(report: ValidationReport) -> str:
     lines += ["", _line("overall (averaged over sources)", report.overall, width)]
     lines += _listed("resolved", (one.row.resolved for one in report.predicted_rows))
     lines += _reasons(report.left_out)
-    lines += [
-        "",
-        "mean, median: error of step time in %; memory: median error of peak memory in %;",
-    ]
-    lines += [
-        "regret: of the picked layout over the best, in %; unfit: measured, called not fitting"
-    ]
+    lines += ["", TRAINING_LEGEND]
     return "\n".join(lines) + "\n"
 
 

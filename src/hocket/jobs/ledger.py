@@ -371,11 +371,18 @@ def ledger_text(
     )
     return (
         f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"
-        f"{table}\n"
+        f"{table}\n{LEGEND}\n"
         + (f"\nthe last of them\n\n{last_runs}\n" if recent else "")
         + servers
         + _torn(torn)
     )
+
+
+LEGEND = (
+    "predicted: runs with a prediction; off by: median of |predicted - measured| / measured,\n"
+    "of the bubble the difference in points; bias: median with its sign, + for predicted too high"
+)
+"""The meaning of the columns, below the table."""
 
 
 def _served(entries: Sequence[ServedEntry], by: str, last: int) -> str:

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hocket.launch.heartbeat import Heart
+from hocket.spec.errors import HocketError
 
 if TYPE_CHECKING:
     import torch
@@ -97,20 +99,29 @@ class RankContext:
         registered before); `device` is given for CUDA, which binds the group to it at once;
         `timeout` in seconds bounds every collective. Under NCCL its watchdog ends a rank after that
         time, a victim as likely as the cause: where the parent watches, it comes later.
+
+        Raises:
+            HocketError: the ranks of several hosts cannot connect to each other.
         """
         import torch.distributed as dist
 
         cuda = device is not None and device.type == "cuda"
         if cuda and self.watched:
             timeout = max(WATCHDOG, 2 * timeout)
-        dist.init_process_group(
-            backend,
-            store=self.store(timeout),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-            device_id=device if cuda else None,
-        )
+        store = self.store(timeout)
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=datetime.timedelta(seconds=timeout),
+                device_id=device if cuda else None,
+            )
+        except RuntimeError as error:
+            if self.one_machine:
+                raise
+            raise unreachable(self, backend, error) from error
 
     def destroy(self, seconds: float = 10.0) -> bool:
         """Take down the process groups at the end of a healthy run; whether that was done in time.
@@ -124,6 +135,23 @@ class RankContext:
         """Take down the process groups after a failure, without the other ranks: whatever waits
         in a collective on this rank is released. Whether that was done in time."""
         return _bounded("_abort_process_group", seconds)
+
+
+def unreachable(context: RankContext, backend: str, error: Exception) -> HocketError:
+    """The error of ranks on several hosts that do not connect, with the interface to set."""
+    from hocket.launch.interfaces import chosen_interface, interface_to
+
+    setting = chosen_interface(backend)
+    name = setting.split("=")[0].split()[0]
+    found = interface_to(context.address)
+    first = str(error).strip().partition("\n")[0]
+    look = f"the one that `ip route get {context.address}` prints after `dev`"
+    return HocketError(
+        f"rank {context.rank} of {context.world_size} on {socket.gethostname()} cannot connect to the "
+        f"other ranks over {backend} ({setting}): {first}",
+        hint=f"export {name}={found or 'IFACE'} on this host before the launcher; on each host it is "
+        f"{look}",
+    )
 
 
 WATCHDOG = 3600.0

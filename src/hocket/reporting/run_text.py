@@ -47,6 +47,7 @@ def report_text(
     ]
     if rows:
         blocks.append("\n" + table_text(["", "predicted", "measured", "off by"], rows))
+        blocks.append(OFF_BY)
     if parts.measured is not None:
         blocks.append("\n" + run_verdict(parts))
     for timeline, what in ((record.predicted, "predicted"), (record.measured, "measured")):
@@ -141,6 +142,10 @@ def _shown(unit: str, value: float | None) -> str:
     if unit == "share":
         return f"{value:.1%}"
     return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
+
+
+OFF_BY = "off by: predicted over measured, less 100%; + means that too much was predicted"
+"""The meaning of the column, below its table."""
 
 
 def _off(unit: str, measured: float | None, predicted: float | None) -> str:

@@ -33,6 +33,8 @@ KINDS = {
 }  # fmt: skip
 """Suffixes of records, and how they are read. Every other file is text."""
 
+PLACEHOLDER = "DATA"
+"""What printed commands have in place of data that hocket does not know."""
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 """Suffixes of compression, and pyarrow's names of the codecs."""
 
@@ -162,6 +164,11 @@ def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = F
                     f"data {given}: addresses are not read, but for data sets of the Hub "
                     "(hf://datasets/ORG/NAME, https://huggingface.co/datasets/ORG/NAME)",
                     hint=f"curl -LO {given}, and --data {path.name}",
+                )
+            if os.fspath(given) == PLACEHOLDER:
+                raise DataError(
+                    f"{PLACEHOLDER} stands for your data: files, a directory, or ORG/NAME on the Hub",
+                    hint="--data 'roneneldan/TinyStories[:2000]'",
                 )
             raise DataError(
                 f"data {given}: there is no such file or directory",
