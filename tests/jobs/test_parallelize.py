@@ -138,12 +138,65 @@ def test_other_bad_input_of_a_loop_is_rejected() -> None:
     assert parallel.generate(ids.numpy(), max_new_tokens=2) == parallel.generate(
         ids, max_new_tokens=2
     )
+    positions = model.config.max_position_embeddings
+    with pytest.raises(hocket.HocketError, match=f"the model has {positions}") as error:
+        parallel.generate(ids, max_new_tokens=positions)
+    assert error.value.hint == f"max_new_tokens={positions - 9}"
     with pytest.raises(hocket.HocketError, match="parallelized already, as dp1"):
         hocket.parallelize(model, "dp1")
     with torch.device("meta"):
         empty = _llama()
     with pytest.raises(hocket.HocketError, match="has no values"):
         hocket.parallelize(empty, "dp1")
+
+
+@pytest.mark.torch
+def test_the_state_of_another_models_optimizer_is_not_dropped(tmp_path) -> None:
+    import torch
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    ids = torch.randint(0, 96, (2, 9))
+    parallel = hocket.parallelize(_llama(), "dp1")
+    other = torch.optim.AdamW(_llama().parameters(), lr=1e-3)
+    parallel.forward_backward([{"input_ids": ids, "labels": ids}])
+    for method in (parallel.save_checkpoint, parallel.load_checkpoint):
+        with pytest.raises(hocket.HocketError, match="tensors are not this model's") as error:
+            method(tmp_path / "saved", other)
+        assert "AdamW(parallel.parameters()" in error.value.hint
+    assert not (tmp_path / "saved").exists()
+    own = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    own.step()
+    parallel.save_checkpoint(tmp_path / "saved", own)
+    parallel.load_checkpoint(tmp_path / "saved", own)
+
+
+@pytest.mark.torch
+def test_a_mixture_in_fp64_is_computed_without_torchs_grouped_matmul() -> None:
+    """Its loss is plain transformers' with eager experts, to fp64's rounding."""
+    import copy
+
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import hocket
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, head_dim=8,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).double()
+    plain = copy.deepcopy(model)
+    plain.set_experts_implementation("eager")
+    ids = torch.randint(0, 96, (2, 9))
+    logits = plain(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).item()
+    parallel = hocket.parallelize(model, "dp1")
+    found = parallel.forward_backward([{"input_ids": ids, "labels": ids}])
+    assert float(found) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.torch

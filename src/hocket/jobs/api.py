@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from hocket.jobs.python_form import errors_in_python
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 from hocket.spec.synonyms import unknown_option
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Listener = Callable[[dict[str, Any]], None]
 
 
+@errors_in_python()
 def train(
     model: str | os.PathLike[str],
     data: Sequence[str | os.PathLike[str]] | str = (),
@@ -63,6 +65,7 @@ def train(
     return job(request(values), on_event=on_event)
 
 
+@errors_in_python()
 def check(
     model: str | os.PathLike[str],
     *,
@@ -85,6 +88,7 @@ def check(
     return job(request({"model": model, "layout": layout, **sizes, **options}), on_event=on_event)
 
 
+@errors_in_python()
 def generate(
     model: str | os.PathLike[str],
     prompts: Sequence[str] | str,
@@ -103,6 +107,7 @@ def generate(
     return job(os.fspath(model), texts, layout=layout, **options)
 
 
+@errors_in_python()
 def serve(
     model: str | os.PathLike[str],
     *,
@@ -153,6 +158,7 @@ def plan(
 ) -> tuple[ServicePlan, ...]: ...
 
 
+@errors_in_python()
 def plan(
     model: str | os.PathLike[str] = "",
     *,
@@ -208,6 +214,7 @@ def _known(job: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     return {"precision" if name == "dtype" else name: value for name, value in found.items()}
 
 
+@errors_in_python()
 def export(
     run: str | os.PathLike[str],
     to: str | os.PathLike[str],

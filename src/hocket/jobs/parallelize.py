@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.python_form import errors_in_python
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from hocket.training.parallel_model import ParallelModel
 
 
+@errors_in_python()
 def parallelize(
     module: nn.Module,
     layout: Layout | str,
@@ -109,6 +112,9 @@ def parallelize(
         from hocket.training.build import group_experts
 
         group_experts()
+        own: Any = module
+        if str(own.dtype) == "torch.float64" and own._can_set_experts_implementation():
+            own.set_experts_implementation("eager")  # torch's grouped GEMM has no fp64
     if layout.cp > 1:
         from hocket.training.build import over_context_ranks
 
@@ -162,14 +168,20 @@ def _no_context(layout: Layout, hugging_face: bool) -> Exception:
     )
 
 
+@errors_in_python()
 def _generate(
     parallel: ParallelModel, prompts: list[list[int]], *, max_new_tokens: int, **sampling: Any
 ) -> list[list[int]]:
+    from hocket.models.dimensions import dimensions
     from hocket.serving.padded import Engine
-    from hocket.serving.request import SamplingParams
+    from hocket.serving.request import SamplingParams, check_prompts
     from hocket.serving.row_trial import trial_rows
 
     config = parallel.whole.config
+    if prompts:
+        size = dimensions(config.to_dict())
+        params = SamplingParams(max_new_tokens=max_new_tokens)
+        check_prompts(prompts, params, size.vocab_size, size.max_positions)
     if "stop" not in sampling:
         ends = getattr(config, "eos_token_id", None)
         every = ends if isinstance(ends, list) else [ends]

@@ -145,12 +145,11 @@ def unreachable(context: RankContext, backend: str, error: Exception) -> HocketE
     name = setting.split("=")[0].split()[0]
     found = interface_to(context.address)
     first = str(error).strip().partition("\n")[0]
-    look = f"the one that `ip route get {context.address}` prints after `dev`"
     return HocketError(
-        f"rank {context.rank} of {context.world_size} on {socket.gethostname()} cannot connect to the "
-        f"other ranks over {backend} ({setting}): {first}",
-        hint=f"export {name}={found or 'IFACE'} on this host before the launcher; on each host it is "
-        f"{look}",
+        f"rank {context.rank} of {context.world_size} on {socket.gethostname()} cannot connect to "
+        f"the other ranks over {backend} ({setting}): {first}",
+        hint=f"export {name}={found or 'IFACE'} on this host before the launcher; on each host it "
+        f"is the one that `ip route get {context.address}` prints after `dev`",
     )
 
 

@@ -35,7 +35,7 @@ def interface_to(address: str) -> str | None:
 
 
 def chosen_interface(backend: str) -> str:
-    """The interface that the environment sets for a backend, as `NAME=VALUE` or `NAME is not set`."""
+    """The interface that the environment sets for a backend, as `NAME=VALUE` or as not set."""
     name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     value = os.environ.get(name)
     return f"{name} is not set" if value is None else f"{name}={value}"

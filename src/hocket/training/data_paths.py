@@ -167,7 +167,7 @@ def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = F
                 )
             if os.fspath(given) == PLACEHOLDER:
                 raise DataError(
-                    f"{PLACEHOLDER} stands for your data: files, a directory, or ORG/NAME on the Hub",
+                    f"{PLACEHOLDER} stands for your data: files, a directory, or ORG/NAME",
                     hint="--data 'roneneldan/TinyStories[:2000]'",
                 )
             raise DataError(

@@ -158,6 +158,7 @@ class ParallelModel(Parallel):
 
         Raises:
             CheckpointError: what was written does not read back.
+            OptionError: the optimizer is not over `parameters()`.
         """
         return checkpoint.save_checkpoint(
             folder,
@@ -217,9 +218,14 @@ class ParallelModel(Parallel):
         return self.whole.config
 
     def _state_of(self, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
-        """By global name, the tensors of an optimizer's state."""
+        """By global name, the tensors of an optimizer's state.
+
+        Raises:
+            OptionError: the optimizer has tensors that are not this model's.
+        """
         if optimizer is None:
             return {}
+        _require_own(optimizer, {id(tensor) for _, tensor in self.named_stepped()})
         found = {}
         for name, tensor in self.named_stepped():
             state = optimizer.state.get(tensor, {})
@@ -323,6 +329,17 @@ class ParallelModel(Parallel):
             self.reshard()
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.module.train(mode)
+
+
+def _require_own(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    others = sum(id(tensor) not in own for tensor in tensors)
+    if others:
+        raise OptionError(
+            f"{others} of the optimizer's {len(tensors)} tensors are not this model's, as where it "
+            "was made before parallelize(): their state cannot be saved or loaded",
+            hint=f"torch.optim.{type(optimizer).__name__}(parallel.parameters(), lr=1e-4)",
+        )
 
 
 def _token_rows(prompts: Any) -> list[list[int]]:

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from hocket.jobs.python_form import errors_in_python
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import BLOCK_SIZE, num_replicas
@@ -85,6 +86,9 @@ class LLM:
         HocketError: what the caller can mend.
     """
 
+    _public = False
+    """Made by a caller of the library, whose errors name keywords; not by a verb."""
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -96,7 +100,9 @@ class LLM:
         from hocket.jobs.serving import request as serve_request
 
         values = {"model": os.fspath(model), "layout": layout, **options}
-        self._start(serve_request.server(values), launcher)
+        self._public = True
+        with errors_in_python():
+            self._start(serve_request.server(values), launcher)
 
     @classmethod
     def of(
@@ -199,8 +205,9 @@ class LLM:
         if len(each) != len(ids):
             raise OptionError(f"{len(ids)} prompts and {len(each)} samplings; one for each, or one")
         if ids:
-            for tokens, one in zip(ids, each, strict=True):
-                check_prompts([tokens], one, self.vocab_size, self.max_model_len)
+            with errors_in_python(self._public):
+                for tokens, one in zip(ids, each, strict=True):
+                    check_prompts([tokens], one, self.vocab_size, self.max_model_len)
         ends = _stops(stop)
         shown = progress if progress is not None or len(ids) > 1 else False
         with AnswersBar(len(ids), shown=shown) as bar:
