@@ -319,7 +319,7 @@ def test_a_figure_of_the_readme_is_on_the_page_it_links_to(row: str) -> None:
 
 def test_the_readme_is_one_screen_and_begins_with_the_two_commands() -> None:
     code = blocks(ROOT / "README.md", "")
-    assert code[0].split("\n")[:2] == ["make demo", "make test"]
+    assert code[0].split("\n")[:2] == ["pip install '.[train,serve]'", "hocket demo"]
     assert len(README.splitlines()) < 120
 
 
