@@ -55,3 +55,17 @@ def test_tests_that_the_page_of_accuracy_names_exist() -> None:
     named = set(re.findall(r"\btest_\w+\b(?!\.py)", table))
     assert len(named) > 10
     assert {name for name in named if f"def {name}(" not in text} == set()
+
+
+def test_the_modules_that_the_architecture_names_exist() -> None:
+    """A module that is renamed is renamed there as well."""
+    text = (figures.ROOT / "docs/architecture.md").read_text()
+    serving = figures.SOURCE / "serving"
+    missing = []
+    for name in set(re.findall(r"`([a-z_0-9]+(?:\.[A-Za-z_0-9]+)+)`", text)):
+        first = name.partition(".")[0]
+        name = f"serving.{name}" if (serving / first).is_dir() else name
+        folder = figures.SOURCE.joinpath(*name.split("."))
+        if (figures.SOURCE / name.partition(".")[0]).is_dir() and not folder.is_dir():
+            missing += [name] * (not exists(name))
+    assert not missing
