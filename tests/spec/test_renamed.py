@@ -157,8 +157,12 @@ def test_plan_prints_the_old_keys(capsys: Any) -> None:
 
 
 def test_old_names_and_synonyms_are_not_in_help() -> None:
-    # `plan` has --gpu-memory-utilization, which `serve` explains.
-    shown = {n for verb in VERBS for n in FLAGS[verb]} - {"links", "gpu_memory_utilization"}
+    # `plan` has them, and `serve` explains them.
+    shown = {n for verb in VERBS for n in FLAGS[verb]} - {
+        "links",
+        "quantization",
+        "gpu_memory_utilization",
+    }
     assert not shown & (set(OPTIONS) | set(EXPLAINED))
 
 
