@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -38,6 +39,7 @@ from hocket.planning.serving_table import ServingTableRow, read_serving_table, s
 from hocket.planning.validate_serving import (
     FIELDS,
     ValidatedServingRow,
+    average_serving_scores,
     price_serving_rows,
     serving_group,
     serving_scores,
@@ -64,8 +66,8 @@ BELIEVED: dict[str, tuple[float, float]] = {
     "matrix_rate_8": (0.65, 0.1),
     # In a step beside other work: 1.0 to 1.3 of a collective alone.
     "sum_time": (1.1, 0.2),
-    # A decode layer is some ten kernels, each of which starts and drains in 1.5 us inside a graph.
-    "layer_time": (1.5e-5, 0.4),
+    # A kernel starts and drains in 1.5 us inside a graph; dependent ones wait for each other.
+    "kernel_time": (2e-6, 0.4),
     "step_time": (1.5e-3, 0.6),
     "sequence_time": (5e-6, 0.6),
     "reduction_time": (5e-6, 1.0),
@@ -81,7 +83,7 @@ deviation of its logarithm)."""
 EXCEPTIONS: dict[tuple[str, str], tuple[float, float]] = {
     # Without CUDA graphs and with a C++ loop that speaks to every rank.
     ("trtllm-engines", "reduction_time"): (2e-5, 1.5),
-    ("gpt-fast", "layer_time"): (3e-5, 0.5),
+    ("gpt-fast", "kernel_time"): (3e-6, 0.5),
     ("gpt-fast", "step_time"): (5e-4, 1.0),
     # PCIe cards draw 300 W instead of 400; peers share the host's bridge.
     # Its HTTP front end, one process, turns each token into text and sends it.
@@ -129,6 +131,9 @@ CEILING = {"weight_rate": 0.92, "cache_rate": 0.92, "expert_rate": 1.0}
 """Copies of large buffers reach no more of the bandwidth."""
 
 STEP = 1e-2
+
+ENOUGH = 1e-3
+"""Relative change of the sum of squares at which a search ends."""
 
 
 HOW = {
@@ -218,19 +223,29 @@ def fit(
     """The data file with constants fitted to these rows, from what is believed before: nothing of
     an earlier fit enters but where the search starts (`near`). A number that the rows say nothing
     about stays at that belief."""
-    problem = Problem(found)
+    same: dict[tuple[Any, ...], list[ServingTableRow]] = {}
+    for row in found:
+        same.setdefault(_run(row), []).append(row)
+    problem = Problem([rows[0] for rows in same.values()])
+    targets = {p.row.id: p.targets for p in price_serving_rows(found)}
     start = np.array([belief(name, field)[0] for _, name, field in FREE])
     believed = BELIEF / np.array([belief(name, field)[1] for _, name, field in FREE])
+    # Engines differ about a mean of them all, of which the belief is: one that no row tells of
+    # takes what the others' rows say.
+    common = np.array(
+        [[part == "engines" and field == f for f in ENGINE_FIELDS] for part, _, field in FREE]
+    ).astype(float)
+    of_mean = BELIEF / np.array([BELIEVED[f][1] for f in ENGINE_FIELDS])
     counts: dict[tuple[str, ...], int] = {}
-    for row in problem.rows:
+    for row in found:
         counts[_cell(row)] = counts.get(_cell(row), 0) + 1
-    weight = np.sqrt([1 / math.sqrt(counts[_cell(row)]) for row in problem.rows])
+    weight = np.sqrt([len(rows) / math.sqrt(counts[_cell(rows[0])]) for rows in same.values()])
     picked = []
     for field in ("tpot", "throughput"):
-        seen = [i for i, p in enumerate(problem.predicted_rows) if p.targets[field] is not None]
+        seen = [i for i, r in enumerate(problem.rows) if targets[r.id][field] is not None]
         if field == "throughput":  # of one request at once it is the time per token again
-            seen = [i for i in seen if problem.predicted_rows[i].targets["tpot"] is None]
-        target = np.log([float(problem.predicted_rows[i].targets[field] or 1.0) for i in seen])
+            seen = [i for i in seen if targets[problem.rows[i].id]["tpot"] is None]
+        target = np.log([float(targets[problem.rows[i].id][field] or 1.0) for i in seen])
         picked.append((np.array(seen, dtype=int), target))
 
     def errors(logs: np.ndarray) -> np.ndarray:
@@ -244,16 +259,18 @@ def fit(
         soft = SCALE * np.sqrt(2 * (np.sqrt(1 + (raw / SCALE) ** 2) - 1))
         return np.asarray(np.sign(raw) * soft / TYPICAL)
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        return np.concatenate([errors(logs), believed * logs])
+    def residuals(point: np.ndarray) -> np.ndarray:
+        logs, means = np.split(point, [len(FREE)])
+        return np.concatenate([errors(logs), believed * (logs - common @ means), of_mean * means])
 
     order = np.concatenate([seen for seen, _ in picked])
     of_row = [_takes(problem.rows[i], data) for i in order]
     touches = [np.array([(p, n) in of for of in of_row]) for p, n, _ in FREE]
     fields = list(dict.fromkeys((part, field) for part, _, field in FREE))
 
-    def derivative(logs: np.ndarray) -> np.ndarray:
+    def derivative(point: np.ndarray) -> np.ndarray:
         """A row knows one GPU and one engine: a field of all of them is moved at once."""
+        logs = point[: len(FREE)]
         base = errors(logs)
         found = np.zeros((len(order), len(FREE)))
         for part, field in fields:
@@ -261,18 +278,25 @@ def fit(
             change = (errors(logs + STEP * moved) - base) / STEP
             for column in np.flatnonzero(moved):
                 found[:, column] = np.where(touches[column], change, 0.0)
-        return np.concatenate([found, np.diag(believed)])
+        about = np.hstack([np.diag(believed), -believed[:, None] * common])
+        none = np.zeros((len(order) + len(of_mean), len(of_mean)))
+        none[len(order) :] = np.diag(of_mean)
+        found = np.vstack([found, np.zeros((len(of_mean), len(FREE)))])
+        whole = np.hstack([found, none])
+        return np.vstack([whole[: len(order)], about, whole[len(order) :]])
 
     first = np.zeros(len(start)) if near is None else np.log(_values(near) / start)
-    most = np.array([CEILING.get(field, np.inf) for *_, field in FREE])
+    most = np.log([CEILING.get(field, np.inf) for *_, field in FREE]) - np.log(start)
+    means = common.T @ first / common.sum(axis=0)
     found_at = least_squares(
         residuals,
-        np.minimum(first, np.log(most / start) - 1e-6),
+        np.concatenate([np.minimum(first, most - 1e-6), means]),
         derivative,
-        bounds=(-np.inf, np.log(most / start)),
+        bounds=(-np.inf, np.concatenate([most, np.full(len(means), np.inf)])),
         max_nfev=evaluations,
+        ftol=ENOUGH,
     )
-    return rounded(changed(data, start * np.exp(found_at.x)))
+    return rounded(changed(data, start * np.exp(found_at.x[: len(FREE)])))
 
 
 def predictions(
@@ -288,19 +312,59 @@ def predictions(
 
 
 def show(title: str, predicted_rows: Sequence[ValidatedServingRow]) -> None:
-    """A table by source and engine."""
+    """A table by publisher, its data set and engine; ranking, and rows inside the interval."""
     names: dict[str, list[ValidatedServingRow]] = {}
-    several: dict[str, set[str]] = {}
     for one in predicted_rows:
-        several.setdefault(one.row.source, set()).add(one.row.engine)
-    for one in predicted_rows:
-        names.setdefault(serving_group(one.row, several), []).append(one)
-    print(f"\n{title}\n{'':60s} rows  tpot mean median  tok/s mean median  ttft median")
-    for name, members in [*names.items(), ("all rows", list(predicted_rows))]:
-        s = serving_scores(members)
+        names.setdefault(line_name(one.row), []).append(one)
+    print(f"\n{title}\n{'':34s} rows  tpot mean median  tok/s mean median  ttft median")
+    lines = {name: serving_scores(members) for name, members in names.items()}
+    for name, s in (
+        *lines.items(),
+        ("all rows", serving_scores(predicted_rows)),
+        ("averaged over lines", average_serving_scores(list(lines.values()), 0)),
+    ):
         figures = (s.tpot_mape, s.tpot_median_ape, s.throughput_mape, s.throughput_median_ape)
         text = [f"{x:8.1f}" if x is not None else "       -" for x in (*figures, s.ttft_median_ape)]
-        print(f"{name[-60:]:60s} {s.rows_used:4d} {''.join(text)}")
+        print(f"{name:34s} {s.rows_used:4d} {''.join(text)}")
+    for field, (low, high) in residuals(predicted_rows).items():
+        ratios = [1 / (1 + e) for p in predicted_rows if (e := p.error(field)) is not None]
+        inside = sum(low <= r <= high for r in ratios) / len(ratios)
+        taus = rankings(predicted_rows, field)
+        ranked = f"tau {np.mean(taus):.2f} of {len(taus)} groups" if taus else "no groups"
+        print(f"{field}: 80% interval {low:.2f} to {high:.2f}, {inside:.0%} inside; {ranked}")
+
+
+def line_name(row: ServingTableRow) -> str:
+    """The line of a table that a row belongs to: its publisher, each data set of a steady load
+    apart."""
+    return f"{publisher(row)}, {row.source.split()[-1]}" if row.median else publisher(row)
+
+
+def rankings(predicted_rows: Sequence[ValidatedServingRow], field: str) -> list[float]:
+    """Kendall's tau of each group of rows that differ only in how GPUs are laid out."""
+    groups: dict[tuple[Any, ...], dict[tuple[float, ...], ValidatedServingRow]] = {}
+    for p in predicted_rows:
+        row, at = p.row, p.row.prices.replica
+        if p.targets[field] is None:
+            continue
+        names = ("tp", "pp", "ep", "attention_dp")
+        layout = tuple(float(getattr(at, name)[0]) for name in names)
+        output = 0.0 if row.median else row.output  # measured, and never twice the same
+        bits = float(at.weight[0]), float(at.expert_weight[0])
+        load = round(row.load) if math.isfinite(row.load) else row.load
+        same = (line_name(row), row.model, row.gpu, row.mode, bits, load, row.prompt, output)
+        groups.setdefault(same, {}).setdefault(layout, p)
+    found = []
+    for group in groups.values():
+        pairs = list(itertools.combinations(group.values(), 2))
+        agree = [
+            np.sign(float(a.targets[field] or 0) - float(b.targets[field] or 0))
+            * np.sign(getattr(a, field) - getattr(b, field))
+            for a, b in pairs
+        ]
+        if pairs:
+            found.append(float(np.mean(agree)))
+    return found
 
 
 def transfer(
@@ -336,6 +400,12 @@ def publisher(row: ServingTableRow) -> str:
     return f"{first}: {row.engine}" if first == "ai-dynamo" else first
 
 
+def _run(row: ServingTableRow) -> tuple[Any, ...]:
+    """Equal for rows that are one run, measured again: with one prediction and one target."""
+    measured = row.tpot is None, row.throughput is None
+    return row.key, row.source, row.prompt, row.output, row.load, id(row.prices), measured
+
+
 def _cell(row: ServingTableRow) -> tuple[str, ...]:
     return row.source, row.engine, row.gpu, row.model
 
@@ -355,7 +425,7 @@ def main() -> None:
     data = json.loads(json.dumps(serving_constants.engine_file()))
     start = changed(data, np.array([belief(name, field)[0] for _, name, field in FREE]))
     show("as believed before any row", predictions(found, start))
-    fitted = fit(found, data)
+    fitted = fit(found, data, near=data)
     for part, name, field in FREE:
         print(f"{part:8s} {name:16s} {field:16s} {fitted[part][name][field]:.4g}")
     predicted_rows = predictions(found, fitted)

@@ -39,6 +39,50 @@ def test_weights_and_cache_by_hand() -> None:
     assert eight.weight_bytes == pytest.approx(2 * 70_553_706_496 / 8, rel=0.001)
 
 
+def test_layers_with_a_window_hold_no_more_than_it() -> None:
+    """gpt-oss: 18 of 36 layers see 128 tokens. Of a request of 1,024 they hold an eighth."""
+    token = 36 * 8 * (64 + 64) * 2
+    assert (
+        prices("gpt-oss-120b", "1xH100-SXM-80", precision="fp4").shape.layers.count(
+            "sliding_attention"
+        )
+        == 18
+    )
+    for tokens, held in ((float("inf"), 1.0), (128, 1.0), (1024, (1 + 1 / 8) / 2)):
+        one = prices("gpt-oss-120b", "1xH100-SXM-80", cache_precision="bf16", request_tokens=tokens)
+        assert one.cache_bytes == pytest.approx(held * token)
+    assert prices("llama-3-8b", "1xH100-SXM-80", request_tokens=9).cache_bytes == 32 * 8 * 256 * 2
+
+
+def test_a_layer_of_more_kernels_takes_longer_to_start() -> None:
+    """Norms of queries and keys, latent attention and quantized inputs are kernels: of a
+    device that moves and multiplies without time they are what is left."""
+    seconds = {}
+    for model in ("llama-3-8b", "qwen3-32b", "deepseek-v3"):
+        for precision in ("bf16", "fp8"):
+            one = prices(model, "1xH200", precision=precision)
+            machine = one.replica.platform.machine
+            endless = dataclasses.replace(
+                machine, bandwidth=machine.bandwidth * 1e9, flops=machine.flops * 1e9
+            )
+            replica = dataclasses.replace(
+                one.replica,
+                flops=one.replica.flops * 1e9,
+                platform=dataclasses.replace(one.replica.platform, machine=endless),
+                constants=dataclasses.replace(
+                    one.replica.constants, step_time=0.0, sequence_time=0.0, expert_time=0.0
+                ),
+            )
+            free = dataclasses.replace(one, replica=replica)
+            layers = len(one.shape.layers)
+            each = float(free.decode_seconds(1, 1)[0]) / layers
+            seconds[model, precision] = each / one.replica.constants.kernel_time
+    assert seconds["llama-3-8b", "bf16"] == pytest.approx(10, rel=1e-3)
+    assert seconds["llama-3-8b", "fp8"] == pytest.approx(14, rel=1e-3)
+    assert seconds["qwen3-32b", "bf16"] == pytest.approx(12, rel=1e-3)
+    assert seconds["deepseek-v3", "fp8"] > 1.5 * seconds["llama-3-8b", "fp8"]
+
+
 def test_few_heads_are_held_by_several_ranks() -> None:
     """Qwen3 235B has four key/value heads: eight ranks hold one each, twice."""
     four = prices("qwen3-235b-a22b", "8xH200", tp=4, precision="fp8")

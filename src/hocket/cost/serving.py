@@ -56,8 +56,8 @@ class ServingPrices:
 
     Attributes:
         weight_bytes: on the peak GPU.
-        cache_bytes: of one token on the peak GPU: keys and values of its layers, heads divided
-            by tp and repeated where there are fewer.
+        cache_bytes: of one token on the peak GPU, on average over a request: keys and values of its
+            layers, heads divided by tp and repeated where there are fewer.
         overhead_bytes: context, workspaces, graphs, communication buffers, activations of the
             largest step.
         memory: bytes that a process can have.
@@ -168,6 +168,7 @@ def serving_prices(
     gpu: str = "",
     curves: Iterable[MeasuredCurve] = (),
     expert_imbalance: float = 1.0,
+    request_tokens: float = np.inf,
 ) -> ServingPrices:
     """Prices of one replica.
 
@@ -183,6 +184,7 @@ def serving_prices(
         max_num_batched_tokens: of a step; None: the engine's.
         expert_imbalance: tokens of the expert rank that gets most, over the mean.
         curves: measured collectives of this kind of GPU and link.
+        request_tokens: of a request, of which layers with a window cache no more than it.
 
     Raises:
         OptionError: an unknown precision or engine.
@@ -232,7 +234,7 @@ def serving_prices(
     )
     return ServingPrices(
         weight_bytes=float(weight_bytes(shape, replica)[0]),
-        cache_bytes=float(cache_bytes(shape, replica)[0]),
+        cache_bytes=float(cache_bytes(shape, replica, request_tokens)[0]),
         overhead_bytes=found.overhead_bytes
         + activation_bytes(shape, tokens // cp, tp)
         + (COMMUNICATION_BYTES if tp * pp * attention_dp * cp > 1 else 0.0),

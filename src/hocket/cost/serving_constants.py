@@ -2,7 +2,7 @@
 
 `data/serving.json` holds every number with how it was fitted; `benchmarks/fit/serving.py` writes
 it. A GPU has six: the rates that its kernels reach. An engine has at most six fitted of seven: what
-a layer, a step, a sequence and a sum take besides, how it runs experts, and what it holds. What is
+a kernel, a step, a sequence and a sum take besides, how it runs experts, and what it holds. What is
 assumed of an engine is listed too; the file says which is which.
 """
 
@@ -26,7 +26,7 @@ GPU_FIELDS = (
 )
 
 ENGINE_FIELDS = (
-    "layer_time",
+    "kernel_time",
     "step_time",
     "sequence_time",
     "reduction_time",
@@ -49,7 +49,7 @@ class ServingConstants:
         sum_time: time of a tensor-parallel sum relative to the collective library's alone.
 
     Of the engine:
-        layer_time: seconds of a layer besides its work: starts and tails of its kernels.
+        kernel_time: seconds of each kernel of a layer besides its work: its start and its tail.
         step_time: seconds of a step: scheduling, sampling, launching.
         sequence_time: seconds of each sequence in a step: its sampling and bookkeeping.
         reduction_time: seconds that a sum of eight ranks waits for the last of them; in proportion
@@ -75,7 +75,7 @@ class ServingConstants:
     matrix_rate: Any
     matrix_rate_8: Any
     sum_time: Any
-    layer_time: Any
+    kernel_time: Any
     step_time: Any
     sequence_time: Any
     reduction_time: Any

@@ -30,7 +30,14 @@ import numpy as np
 from hocket.cost.constants import Platform
 from hocket.cost.machine import stack_machines
 from hocket.cost.serving_constants import ServingConstants
-from hocket.cost.serving_step import ReplicaColumns, StepLoad, cache_bytes, step_parts, weight_bytes
+from hocket.cost.serving_step import (
+    ReplicaColumns,
+    StepLoad,
+    cache_bytes,
+    sampler_seconds,
+    step_parts,
+    weight_bytes,
+)
 from hocket.cost.terms import Floats
 from hocket.planning.serving_table import MLPERF_GOALS, DisaggregatedWorkers, ServingTableRow
 from hocket.spec.model_shape import ModelShape
@@ -62,7 +69,8 @@ class LoadSolution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadColumns:
-    """Rows of one model as columns [r]. `others`: bytes held besides weights and overhead."""
+    """Rows of one model as columns [r]. `others`: bytes held besides weights and overhead.
+    `sampled`: 1 where tokens are drawn with top-p and penalties by PyTorch."""
 
     shape: ModelShape
     replica: ReplicaColumns
@@ -74,13 +82,14 @@ class LoadColumns:
     varied: Floats
     goal: Floats
     median: Floats
+    sampled: Floats
 
-    @property
-    def capacity(self) -> Floats:
-        """Cached tokens that fit on a replica."""
+    def requests(self, length: Floats) -> Floats:
+        """Requests of `length` tokens whose caches fit on a replica."""
         at, c = self.replica, self.replica.constants
         held = weight_bytes(self.shape, at) + c.overhead_bytes + self.others
-        found: Floats = (c.usable * self.memory - held) / cache_bytes(self.shape, at)
+        each = length * cache_bytes(self.shape, at, length)
+        found: Floats = (c.usable * self.memory - held) / each
         return np.maximum(found, 0.0)
 
     def step(
@@ -93,7 +102,8 @@ class LoadColumns:
         pp = self.replica.pp
         load = StepLoad(prompts / pp, context, batch / pp, np.asarray(cached, dtype=np.float64))
         parts = step_parts(self.shape, self.replica, load)
-        return np.maximum(parts.step, pp * parts.stage)
+        drawn = self.sampled * sampler_seconds(self.shape, self.replica) * batch / pp
+        return np.maximum(parts.step + drawn, pp * (parts.stage + drawn))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +193,7 @@ def load_columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumn
         varied=np.array([float(r.varied) for r in rows]),
         goal=np.array([r.goal for r in rows]),
         median=np.array([float(r.median) for r in rows]),
+        sampled=np.array([float(r.sampled) for r in rows]),
     )
 
 
@@ -195,9 +206,9 @@ def stack_constants(parts: Sequence[ServingConstants]) -> ServingConstants:
 def continuous(at: LoadColumns) -> LoadSolution:
     """Continuous batching: prompts and decoding share the engine."""
     c = at.replica.constants
-    # A measured mean of running sequences was not bound by a default.
-    limit = np.where(at.median > 0, np.inf, c.max_sequences)
-    most = np.minimum(at.capacity / (at.prompt + c.reserved * at.output), limit)
+    room = at.requests(at.prompt + c.reserved * at.output)
+    # A measured mean of running sequences was bound by neither.
+    most = np.where(at.median > 0, np.inf, np.minimum(room, c.max_sequences))
     closed = np.isfinite(at.load) & np.isinf(at.goal)
     running = np.maximum(np.minimum(at.load, most), 1.0)
     context = at.prompt + at.output / 2
@@ -235,7 +246,7 @@ def continuous(at: LoadColumns) -> LoadSolution:
         ttft=c.prefill_time + queue + start,
         throughput=throughput,
         batch=decoding,
-        fits=np.where(most >= 1.0, 1.0, 0.0),
+        fits=np.where(room >= 1.0, 1.0, 0.0),
     )
 
 
@@ -270,7 +281,7 @@ def static(at: LoadColumns) -> LoadSolution:
         ttft=prefill,
         throughput=np.where(at.load == 1, 1 / tpot, batch * at.output / total),
         batch=batch,
-        fits=np.where(at.capacity >= at.prompt + 1, 1.0, 0.0),
+        fits=np.where(at.requests(at.prompt + 1) >= 1.0, 1.0, 0.0),
     )
 
 
@@ -290,7 +301,7 @@ def separated(
     batched = together * first.replica.attention_dp
     own = first.step(first.prompt * batched, (first.prompt + 1) / 2, none, none)
     rate = workers * batched / own
-    most = np.minimum(then.capacity / (then.prompt + then.output), c.max_sequences)
+    most = np.minimum(then.requests(then.prompt + then.output), c.max_sequences)
     limit = batch = np.minimum(then.load / decoders, np.maximum(most, 1.0))
     context = then.prompt + then.output / 2
     for _ in range(ROUNDS):

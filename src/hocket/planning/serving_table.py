@@ -11,7 +11,8 @@ reason for which it is left out. Assumed, with the reason next to the rule:
     prompt length absent   the mean of the data set that the source names (`catalogue.prompts`)
     tp absent              fewest GPUs whose memory the weights fill to `WEIGHTS_SHARE` at most
     tp x ep > GPUs         tables of InferenceX name the same GPUs as tp and as ep; where tp is the
-                           product of both, it is taken as moe_tp
+                           product of both, it is taken as moe_tp; tp = attn_dp with ep their
+                           product (GPUs "derived") as tp alone: such runs are also listed so
 """
 
 from __future__ import annotations
@@ -134,6 +135,14 @@ MODES = (
     *MLPERF_GOALS,
 )
 
+SAMPLED = ("steady_closed_loop",)
+"""Ways of measuring whose requests ask for top-p and a repetition penalty (ML.ENERGY's client:
+temperature 0.8, top-p 0.95, penalty 1.1). The others decode greedily."""
+
+TORCH_SAMPLERS = ("vllm",)
+"""Engines that draw such tokens by sorting in PyTorch (vLLM, until FlashInfer's kernels are its
+default)."""
+
 VARIED = r"source_file=20\d\d-|db-dump"
 MEAN_SHARE = 0.9
 """InferenceX draws lengths evenly between 0.8 and 1 of those it names (RANDOM_RANGE_RATIO in its
@@ -160,6 +169,7 @@ class ServingTableRow:
         experts: the model has some.
         key: rows of one key are the same run, measured again.
         load: sequences at once; infinity where as many as fit.
+        sampled: tokens are drawn with top-p and penalties by PyTorch.
         goal: seconds per token, on average, that a server under its highest rate keeps.
         prompt, output: tokens of a request. varied: their lengths differ, these are means.
         prices: of one replica; `prefill` and `decode` where they are separated.
@@ -191,6 +201,7 @@ class ServingTableRow:
     throughput: float | None
     goal: float = float("inf")
     median: bool = False
+    sampled: bool = False
     assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -292,6 +303,7 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
         prefill=prefill,
         decode=decode,
         median=mode == "steady_closed_loop",
+        sampled=mode in SAMPLED and engine in TORCH_SAMPLERS,
         assumed=assumed,
         tpot=None if tpot is None else tpot / 1e3,
         ttft=None if ttft is None else ttft / 1e3,
@@ -363,6 +375,8 @@ def _degrees(row: Mapping[str, str]) -> dict[str, Any]:
         tp, moe = moe, max(moe // ep, 1)
     if ep > 1 and moe > 1 and dp == moe * ep and dp > 8:
         dp = moe
+    if tp == dp and ep == tp * dp and ep > 8:
+        ep, dp = tp, 1
     if dp == 0:
         dp = max(moe * ep // tp, 1)
     gpus = _whole(row, "n_gpus", 0)

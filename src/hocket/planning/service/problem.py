@@ -195,11 +195,11 @@ class ServiceProblem:
 
     @functools.cached_property
     def cache_per_token(self) -> float:
-        """Bytes of one token's keys and values over all layers, held once."""
+        """Bytes of a token's keys and values over all layers, held once; mean of a request."""
         return float(self.prices(1, 1).cache_bytes)
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[int, int, int], ServingPrices]:
+    def _known(self) -> dict[tuple[float, ...], ServingPrices]:
         return {}
 
     @functools.cached_property
@@ -219,7 +219,7 @@ class ServiceProblem:
 
     def prices(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> ServingPrices:
         """Prices of a replica, on nodes that it fills or shares."""
-        key = tp, pp, chunk
+        key = tp, pp, chunk, self.service.tokens
         if key not in self._known:
             node = self.cluster.node
             nodes = max(1, math.ceil(tp * pp * self.ep * self.cp / node.num_gpus))
@@ -242,6 +242,7 @@ class ServiceProblem:
                 max_num_batched_tokens=chunk,
                 expert_imbalance=self.expert_imbalance,
                 curves=self._curves,  # type: ignore[arg-type]
+                request_tokens=self.service.tokens,
             )
         return self._known[key]
 
