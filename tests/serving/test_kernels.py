@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.native import library  # noqa: E402
 from hocket.runtime.native.kernels import CpuKernels, kernels_take  # noqa: E402
-from hocket.serving.engine import attention, fused, fused_layer  # noqa: E402
+from hocket.serving.engine import attention, fused_layer  # noqa: E402
 from hocket.serving.engine.fused import fuse  # noqa: E402
 from hocket.serving.engine.fused_layer import fuse_layers  # noqa: E402
 from hocket.serving.engine.gemm_select import choose_products  # noqa: E402
@@ -209,24 +209,6 @@ def test_models_compute_what_they_did(kernels: CpuKernels, family: str) -> None:
     assert (fused_modules > 0) == (family != "gpt2")
     assert [name for name, _ in plain.named_parameters()] == names
     assert fuse(plain, kernels) == 0
-
-
-def test_long_prompts_are_multiplied_in_pieces(
-    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "_PIECE", 8)
-    plain: Any = whole_model("llama")
-    ids = torch.randint(3, 60, (1, 37))
-    with torch.inference_mode():
-        expected = plain(ids).logits
-        fuse(plain, kernels)
-        seen: list[int] = []
-        hook = plain.model.layers[0].mlp.down_proj.register_forward_hook(
-            lambda module, inputs, output: seen.append(inputs[0].shape[1])
-        )
-        torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-4, atol=1e-5)
-        hook.remove()
-    assert seen == [8, 8, 8, 8, 5]
 
 
 def test_positions_turn_as_before_outside_the_engine(kernels: CpuKernels) -> None:

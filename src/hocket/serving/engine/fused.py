@@ -20,16 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.runtime.native.kernels import CpuKernels, kernels_take
-from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
 from hocket.serving.engine.projections import MergedLinear
 
 _ROTATION = "apply_rotary_pos_emb"
 _GATED = "self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))"
-_PIECE = 128
-"""Tokens whose gate and up are computed at a time: they are read again while they lie near the
-core. A split layer sends a message for every piece, so it takes all at once, and so does one with
-weights in bfloat16: there a product of 512 tokens takes 0.55 of the time of four of 128."""
 _CLOSE = 1e-6
 """Differences of two ways to compute numbers of about 1."""
 
@@ -56,22 +51,8 @@ class Gated(nn.Module):
     up_proj: nn.Module
     down_proj: nn.Module
     kernels: CpuKernels
-    in_pieces: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        count = x.shape[1] if self.in_pieces and x.dim() == 3 and x.shape[0] == 1 else 0
-        if (
-            count < 2 * _PIECE
-            or isinstance(self.down_proj, RowParallelLinear)
-            or not kernels_take(x)
-        ):
-            return self._whole(x)
-        out = torch.empty_like(x)
-        for at in range(0, count, _PIECE):
-            out[:, at : at + _PIECE] = self._whole(x[:, at : at + _PIECE])
-        return out
-
-    def _whole(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.dim() == 3 and gate.shape[0] == 1 and kernels_take(gate, up):
             return self.down_proj(self.kernels.silu_product(gate, up))  # type: ignore[no-any-return]
@@ -159,7 +140,7 @@ def _fuse_gated(child: Any, kernels: CpuKernels) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     swap(child, Gated)
-    child.kernels, child.in_pieces = kernels, weight.dtype == torch.float32
+    child.kernels = kernels
     return True
 
 

@@ -36,9 +36,6 @@ from hocket.serving.engine.projections import Merged, MergedLinear
 from hocket.serving.engine.whole_layer import WholeLayer
 
 _ENDS = (nn.Linear, ChosenLinear, RowParallelLinear)
-_MOST_ROWS = 256
-"""Tokens up to which gate and up are computed here; of more, by the layer's own module, which takes
-them in pieces."""
 _CLOSE = 2e-5
 """Differences over the root mean square of a layer's result, in which sums of thousands of products
 were added in two orders: 3e-6 with 4096 inputs and 14336 between."""
@@ -101,8 +98,6 @@ class _Layer(nn.Module):
             return None
         x = _added(h[0], attended, parts.out, self.self_attn.o_proj)
         y = self.post_attention_layernorm.forward(x.unsqueeze(0))
-        if tokens > _MOST_ROWS:
-            return (self.mlp(y) + x).view(h.shape)  # type: ignore[no-any-return]
         gate, up = parts.gate_up.product(y, parts.gate_up.bias).split(parts.gate_up.sizes, -1)  # type: ignore[no-untyped-call]
         between = parts.kernels.silu_product(gate, up)[0]
         return _added(x, between, parts.down, self.mlp.down_proj).view(h.shape)
