@@ -281,3 +281,28 @@ def test_an_expert_rank_reads_its_experts_alone(family, tmp_path):
                 if sliced == 1:
                     assert case.bytes_read == read - stacked + own
         assert all(bool((count == 1).all()) for count in seen.values())
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_head_is_tied_where_transformers_ties_it(tmp_path, kind: str, equal: bool) -> None:
+    """Whatever the configuration says, it does not tie a stored head of other values."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import resolve_model
+
+    model = build_skeleton({**FAMILIES[kind], "tie_word_embeddings": False}, device="cpu")
+    model.initialize_weights()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    with torch.no_grad():
+        head.weight.copy_(embedding.weight * (1.0 if equal else 1.5))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    assert tied == equal
+    assert resolve_model(tmp_path).config["tie_word_embeddings"] == tied
+    assert resolve_model(tmp_path, weights=False).config["tie_word_embeddings"]

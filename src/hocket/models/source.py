@@ -26,7 +26,7 @@ from typing import Any
 
 from hocket.models import fetched, hub, merged, quantization, registry, repo_id, text_part
 from hocket.models.dimensions import Dimensions, dimensions
-from hocket.models.weight_headers import INDEX, SINGLE, headers
+from hocket.models.weight_headers import INDEX, SINGLE, has_own_head, headers
 from hocket.spec import checkpoint, run_names
 from hocket.spec.errors import ModelError, nearest, unknown
 from hocket.spec.files import parse_json
@@ -251,12 +251,16 @@ def _directory(
         lambda: fetched.base_in(path / "README.md") if repo is None else fetched.base_of(repo),
         path if weights else None,
     )
+    stored = _weights(path) if weights else None
+    values = {**registry.defaults(str(config["model_type"])).values, **config}
+    if stored is not None and values.get("tie_word_embeddings", True) and has_own_head(stored):
+        config = {**config, "tie_word_embeddings": False}
     return ModelSource(
         name=name,
         config=config,
         directory=path,
         repo=None if repo is None else str(repo),
-        weights=_weights(path) if weights else None,
+        weights=stored,
         tokenizer=path if any((path / file).exists() for file in _TOKENIZERS) else None,
         trust_remote_code=trust_remote_code,
     )

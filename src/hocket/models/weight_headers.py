@@ -6,6 +6,7 @@ is started.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from hocket.spec.errors import CheckpointError, WeightsError
@@ -16,6 +17,11 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _MOST_TENSORS = 250_000
 _LARGEST_INDEX = 100_000_000
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|output_projection)\.weight$")
+_EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings|tokens_embed|w)\.weight$"
+)
+_COMPARED = 4 << 20
 
 
 def headers(directory: Path) -> dict[str, TensorFile]:
@@ -44,6 +50,34 @@ def headers(directory: Path) -> dict[str, TensorFile]:
                 )
             where[key] = file
     return where
+
+
+def has_own_head(directory: Path) -> bool:
+    """Whether an output head is stored whose values are not those of the token embedding, which is
+    stored too: transformers ties no such two, whatever the configuration says.
+
+    Raises:
+        WeightsError: as `headers`.
+        CheckpointError: a file has become shorter, or the disk does not answer.
+    """
+    where = headers(directory)
+    head = next((key for key in where if _HEAD.search(key)), None)
+    if head is None:
+        return False
+    entry = where[head].entries[head]
+    for key, file in where.items():
+        other = file.entries[key]
+        if not _EMBEDDING.search(key) or other.shape != entry.shape:
+            continue
+        if other.dtype != entry.dtype:
+            return True
+        for first in range(0, entry.num_bytes, _COMPARED):
+            both = [bytearray(min(_COMPARED, entry.num_bytes - first)) for _ in range(2)]
+            where[head].read_into(head, first, memoryview(both[0]))
+            file.read_into(key, first, memoryview(both[1]))
+            if both[0] != both[1]:
+                return True
+    return False
 
 
 def printable_key(key: str) -> str:
