@@ -172,3 +172,29 @@ def test_every_device_names_the_family_whose_constants_it_takes() -> None:
         assert problem.borrowed == (None if own else fitted_family(name))
     near = {"H200-SXM-141": "H100", "H800-SXM-80": "H100", "L40S-48": "A100", "T4-16": "V100"}
     assert {name: fitted_family(name) for name in near} == near
+
+
+@pytest.mark.parametrize("stack", part(["megatron-core", "hocket", "fsdp"], 2))
+@pytest.mark.parametrize(
+    ("switched", "joined"),
+    [
+        ("A100-SXM-40", "A100-PCIe-40"),
+        ("H100-SXM-80", "H100-PCIe-80"),
+        ("H200-SXM-141", "H200-NVL-141"),
+    ],
+)
+def test_no_layout_is_slower_behind_a_switch_than_over_bridges(
+    switched: str, joined: str, stack: str
+) -> None:
+    """Of links that nobody measured a rate above the switch's would be a guess in their favour."""
+    known = machines()
+    assert at_least(known[switched], known[joined])
+    layouts = legal("llama-3-8b")
+    behind, over = (
+        Problem(
+            shape=shapes.shape("llama-3-8b"), cluster=known[name], seq_len=2048, global_batch=16,
+            stack=stack,
+        ).times(layouts).step
+        for name in (switched, joined)
+    )  # fmt: skip
+    assert (behind <= over * (1 + 1e-9)).all()

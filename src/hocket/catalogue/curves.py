@@ -100,17 +100,20 @@ def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[Cat
 def curves_of(node: Node) -> tuple[CatalogueCurve, ...]:
     """Curves of collectives inside a node: those of its GPU on its kind of link, else of its GPU's
     family, else of the GPU on this kind of link whose rate is nearest, scaled to the node's rate.
+    NVLink that nobody measured, bridges and meshes without a switch, is measured behind a switch.
     Empty where nobody measured this kind of link."""
-    known = [c for c in curves() if c.topology == node.link.kind and c.num_nodes == 1]
+    of_one_node = [c for c in curves() if c.num_nodes == 1]
+    known = [c for c in of_one_node if c.topology == node.link.kind]
+    if not known and node.link.generation:
+        known = [c for c in of_one_node if c.topology == "nvswitch"]
     family = node.gpu.name.partition("-")[0]
     exact = [c for c in known if c.gpu == node.gpu.name]
     same_family = exact or [c for c in known if c.gpu.partition("-")[0] == family]
-    if same_family or not known:
-        return tuple(same_family)
-    rates = {c.gpu: _rate(hardware.cluster(f"1x{c.gpu}").node) for c in known}
+    rates = {c.gpu: _rate(hardware.cluster(f"1x{c.gpu}").node) for c in same_family or known}
     own = _rate(node)
-    nearest = min(rates, key=lambda gpu: abs(math.log(rates[gpu] / own)))
-    return tuple(_scaled(c, rates[nearest] / own) for c in known if c.gpu == nearest)
+    nearest = min(rates, key=lambda gpu: abs(math.log(rates[gpu] / own)), default="")
+    used = same_family or [c for c in known if c.gpu == nearest]
+    return tuple(_scaled(c, rates[c.gpu] / own) for c in used)
 
 
 def _rate(node: Node) -> float:
@@ -119,6 +122,8 @@ def _rate(node: Node) -> float:
 
 def _scaled(curve: CatalogueCurve, factor: float) -> CatalogueCurve:
     """What grows with the message takes `factor` times as long; the latency stays."""
+    if factor == 1.0:
+        return curve
     least = curve.seconds[0]
     seconds = tuple(least + (value - least) * factor for value in curve.seconds)
     return dataclasses.replace(curve, seconds=seconds)

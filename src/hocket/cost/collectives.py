@@ -52,19 +52,20 @@ def inside(
 
     A group that reaches beyond a bridged pair goes over PCIe all the way, as its ring does.
     """
-    reach = (ranks - 1) * stride + 1
-    link = np.where(reach > machine.bridge, machine.beyond, machine.link)
-    size, ranks, which, link = np.broadcast_arrays(size, ranks, machine.which, link)
+    joined = (ranks - 1) * stride + 1 <= machine.bridge
+    link = np.where(joined, machine.link, machine.beyond)
+    size, ranks, which, link, joined = np.broadcast_arrays(size, ranks, machine.which, link, joined)
     out = np.zeros(size.shape)
     for index, curves in enumerate(machine.curves):
         rows = (which == index) & (ranks > 1)
         sources = _sources(operation, curves)
-        if not sources:
-            moved = _volume(operation, ranks[rows]) * size[rows] / link[rows]
-            steps = np.log2(ranks[rows])
+        other = rows & ~joined if sources else rows
+        if other.any():
+            moved = _volume(operation, ranks[other]) * size[other] / link[other]
+            steps = np.log2(ranks[other])
             both = [latency * steps + moved / share for latency, share in PROTOCOLS]
-            out[rows] = np.minimum(*both)
-            continue
+            out[other] = np.minimum(*both)
+        rows = rows & joined
         for source, times in sources:
             below, measured = 1, curves.ranks(source)
             for n in measured:
