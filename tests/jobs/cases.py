@@ -331,3 +331,129 @@ def padded(context: Any, cases: list[tuple[str, str]]) -> list[Any]:
         length = float(parallel.clip_grad_norm(0)) / norm
         found.append([abs(total - 1), abs(length - 1)])
     return found
+
+
+def frozen(context: Any, cases: list[tuple[str, tuple[str, ...]]]) -> list[dict[str, float]]:
+    """A step of a model of which some modules train alone, compared with plain PyTorch in fp64."""
+    import torch
+    from torch.nn import functional
+
+    import hocket
+
+    ids = torch.randint(0, 96, (8, 16), generator=torch.Generator().manual_seed(1))
+    rows = []
+    for text, trained in cases:
+        plain = _llama().double()
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(any(part in name for part in trained))
+        split = copy.deepcopy(plain)
+        logits = plain(input_ids=ids).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+        norm = float(torch.nn.utils.get_total_norm(list(expected.values())))
+        parallel = hocket.parallelize(split, text, microbatches=2)
+        parts = ids[_rows(parallel.layout, context.rank, 8)].chunk(2)
+        found = parallel.forward_backward([{"input_ids": part, "labels": part} for part in parts])
+        row = {"loss": abs(float(found - loss.detach())), "gradient": 0.0}
+        for name, gradient in parallel.gradients().items():
+            placement = parallel.placements[name]
+            local = gradient.reshape(placement.local_shape)
+            for block in placement.blocks:
+                gap = local[block.in_local] - expected[name][block.in_global]
+                row["gradient"] = max(row["gradient"], float(gap.abs().max()))
+        row["norm"] = abs(float(parallel.clip_grad_norm(0)) - norm) / norm
+        rows.append(row)
+    return rows
+
+
+def _read(parallel: Any, batch: list[Any], plain: Any, loss_of: Any, row: dict[str, float]) -> None:
+    """Add to `row` how far what readers of all kinds find is from the plain model's."""
+    import torch
+
+    total, tokens = parallel.evaluate(batch)
+    with torch.no_grad():
+        row["evaluated"] = max(row["evaluated"], abs(total / tokens - float(loss_of(plain))))
+    state = parallel.state_dict(rank0_only=False)
+    for name, value in plain.state_dict().items():
+        row["state"] = max(row["state"], float((state[name] - value).abs().max()))
+    parallel.generate([[5, 6, 7]], max_new_tokens=2)
+
+
+def read_between(context: Any, layouts: list[str]) -> list[dict[str, float]]:
+    """Three steps with readers of all kinds before and after each optimizer step, whose tensors are
+    also written by hand, compared with the same over plain PyTorch in fp64."""
+    import torch
+    from torch.nn import functional
+
+    import hocket
+
+    ids = torch.randint(0, 96, (8, 16), generator=torch.Generator().manual_seed(1))
+
+    def loss_of(module: Any) -> Any:
+        logits = module(input_ids=ids).logits[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def scaled(tensors: Any) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.mul_(1.01)
+
+    rows = []
+    for text in layouts:
+        plain = _llama().double()
+        split = copy.deepcopy(plain)
+        parallel = hocket.parallelize(split, text, microbatches=2)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        parts = ids[_rows(parallel.layout, context.rank, 8)].chunk(2)
+        batch = [{"input_ids": part, "labels": part} for part in parts]
+        row = {"loss": 0.0, "evaluated": 0.0, "state": 0.0}
+        for _ in range(3):
+            scaled(plain.parameters())
+            scaled(parallel.parameters())
+            _read(parallel, batch, plain, loss_of, row)
+            theirs.zero_grad()
+            loss = loss_of(plain)
+            loss.backward()
+            found = parallel.forward_backward(batch)
+            row["loss"] = max(row["loss"], abs(float(found - loss.detach())))
+            _read(parallel, batch, plain, loss_of, row)
+            theirs.step()
+            optimizer.step()
+            _read(parallel, batch, plain, loss_of, row)
+        rows.append(row)
+    return rows
+
+
+def dropped(context: Any, layouts: list[str]) -> list[dict[str, int]]:
+    """Warnings in loops that step, that do not, that clear gradients, and whose optimizer was made
+    before the model was parallelized."""
+    import warnings
+
+    import torch
+
+    import hocket
+
+    ids = torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(1))
+    rows = []
+    for text in layouts:
+        row = {}
+        for kind in ("stepped", "accumulated", "cleared", "before"):
+            model = _llama()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+            parallel = hocket.parallelize(model, text, microbatches=2)
+            if kind != "before":
+                optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.0)
+            batch = [{"input_ids": part, "labels": part} for part in ids.chunk(2)]
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    parallel.forward_backward(batch)
+                    if kind in ("stepped", "before"):
+                        optimizer.step()
+                    elif kind == "cleared":
+                        optimizer.zero_grad()
+            row[kind] = sum("are dropped" in str(one.message) for one in found)
+        rows.append(row)
+    return rows

@@ -260,3 +260,154 @@ def test_left_padded_rows_are_numbered_as_their_model_numbers_them(ranks) -> Non
 def test_experts_are_placed_without_any_other_split(ranks) -> None:
     found = ranks.run("tests.jobs.cases:padded", world_size=2, cases=[("mixtral", "dp2.ep2")])[0]
     assert max(found[0]) < 1e-5, found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [
+        (2, ["pp2", "pp2:schedule=gpipe", "tp2", "dp2:zero=2", "dp2:zero=3", "cp2"]),
+        (4, ["tp2.pp2", "dp2.pp2", "dp2.pp2:zero=1", "dp2.pp2:zero=3", "pp2.cp2", "pp4"]),
+    ],
+)
+def test_ranks_on_which_nothing_is_trained(ranks, size, layouts) -> None:
+    cases = [
+        (layout, trained)
+        for layout in layouts
+        for trained in (("lm_head",), ("layers.3",), ("embed_tokens", "layers.0"), ("layers.1",))
+    ]
+    for rank in ranks.run("tests.jobs.cases:frozen", world_size=size, cases=cases):
+        for case, row in zip(cases, rank, strict=True):
+            assert max(row.values()) < 1e-9, (case, row)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [
+        (2, ["dp2:zero=1", "dp2:zero=2", "dp2:zero=3", "tp2", "pp2"]),
+        (4, ["dp2.tp2:zero=1", "dp2.pp2:zero=2", "dp2.pp2:zero=3"]),
+    ],
+)
+def test_what_is_read_before_the_optimizers_step_does_not_hide_it(ranks, size, layouts) -> None:
+    for rank in ranks.run("tests.jobs.cases:read_between", world_size=size, layouts=layouts):
+        for layout, row in zip(layouts, rank, strict=True):
+            assert max(row.values()) < 1e-9, (layout, row)
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_no_optimizer_had_is_warned_of(ranks) -> None:
+    layouts = ["dp2", "dp2:zero=1", "dp2:zero=2", "dp2:zero=3", "tp2", "pp2"]
+    for rank in ranks.run("tests.jobs.cases:dropped", world_size=2, layouts=layouts):
+        for layout, row in zip(layouts, rank, strict=True):
+            assert row["stepped"] == row["cleared"] == 0, layout
+            assert row["accumulated"] == 1, layout
+            # Under dp and pp the parameters that were there before are those that train.
+            assert row["before"] == ("zero" in layout or "tp" in layout), layout
+
+
+@pytest.mark.torch
+def test_a_model_of_another_task_needs_its_own_loss() -> None:
+    """Its labels are not those of next tokens: shifted, it would learn to copy them."""
+    import torch
+    from torch.nn import functional
+    from transformers import BertConfig, BertForMaskedLM, LlamaForTokenClassification, LlamaModel
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    config = _llama().config
+    small = {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = BertForMaskedLM(BertConfig(vocab_size=96, hidden_size=32, **small))
+    for module in (bert, LlamaForTokenClassification(config), LlamaModel(config)):
+        with pytest.raises(hocket.HocketError, match="not a causal language model") as error:
+            hocket.parallelize(module, "dp1")
+        assert "loss_fn" in error.value.hint
+
+    class Own(type(_llama())):  # type: ignore[misc]
+        pass
+
+    hocket.parallelize(Own(config), "dp1")  # derived from one
+
+    def loss_fn(output, batch):
+        logits = output.logits.flatten(0, 1)
+        return functional.cross_entropy(logits, batch["tags"].flatten(), reduction="sum"), 12
+
+    torch.manual_seed(0)
+    tagger = LlamaForTokenClassification(config).eval()
+    ids = torch.randint(0, 96, (2, 6))
+    expected = tagger(input_ids=ids, labels=ids % 2).loss
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in tagger.parameters()])
+    parallel = hocket.parallelize(tagger, "dp1", loss_fn=loss_fn)
+    found = parallel.forward_backward([{"input_ids": ids, "tags": ids % 2}])
+    assert abs(float(found - expected.detach())) < 1e-6
+    assert abs(float(parallel.clip_grad_norm(0) - norm)) < 1e-5
+    with pytest.raises(hocket.HocketError, match="pp2"):
+        hocket.parallelize(LlamaForTokenClassification(config), "pp2", loss_fn=loss_fn)
+
+
+CHANGED = {
+    ("tie", "pp2"): "", ("tie", "tp2"): "", ("own head", "pp2"): "", ("own head", "tp2"): "",
+    ("hook", "pp2"): "", ("activation", "pp2"): "", ("forward", "pp2"): "",
+    ("projection", "tp2"): "", ("norm hook", "tp2"): "",
+    ("share", "pp2"): "layers that share theirs", ("share", "tp2"): "layers that share theirs",
+    ("hook", "tp2"): "q_proj has a hook", ("activation", "tp2"): "is a Softmax",
+    ("forward", "tp2"): "has a forward of its own",
+    ("norm hook", "tp2:sequence_parallel=true"): "input_layernorm has a hook",
+    ("projection", "tp2:sequence_parallel=true"): "attends to whole sequences",
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_what_was_changed_of_a_model_is_computed_or_rejected(ranks) -> None:
+    """Proxy models are of the configuration, which says nothing of it."""
+    cases = [*CHANGED]
+    for row in ranks.run("tests.jobs.changed_cases:changed", world_size=2, cases=cases):
+        for case, found in zip(cases, row, strict=True):
+            if CHANGED[case]:
+                assert isinstance(found, str), (case, found)
+                assert CHANGED[case] in found, (case, found)
+            else:
+                assert not isinstance(found, str), (case, found)
+                assert found < 1e-9, (case, found)
+
+
+@pytest.mark.torch
+def test_a_forward_of_ones_own_is_asked_for_its_loss() -> None:
+    import torch
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    kind = type(_llama())
+
+    class Smoothed(kind):  # type: ignore[misc,valid-type]
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            if output.loss is not None:
+                output.loss = output.loss + 0.1 * output.logits.square().mean()
+            return output
+
+    class Same(kind):  # type: ignore[misc,valid-type]
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    config = _llama().config
+    other = kind(config)
+    other.loss_function = lambda logits, labels, **_: logits.logsumexp(-1).mean()
+    hooked = kind(config)
+    hooked.register_forward_hook(
+        lambda module, args, output: setattr(output, "loss", output.logits.mean())
+    )
+    for module in (Smoothed(config), other, hooked):
+        with pytest.raises(hocket.HocketError, match="does not compute the loss of its forward"):
+            hocket.parallelize(module, "dp1")
+    same = Same(config).train()
+    ids = torch.randint(0, 96, (2, 9))
+    expected = float(same(input_ids=ids, labels=ids).loss.detach())
+    parallel = hocket.parallelize(same, "dp1")
+    assert same.training
+    found = parallel.forward_backward([{"input_ids": ids, "labels": ids}])
+    assert abs(float(found) - expected) < 1e-5

@@ -72,6 +72,7 @@ def parallelize(
     from hocket.runtime import parallelize as runtime
     from hocket.runtime.mesh import require_world_size
     from hocket.schedules import build_schedule
+    from hocket.spec.errors import ModelError
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
     from hocket.spec.schedule import Schedule
@@ -86,20 +87,34 @@ def parallelize(
         require_world_size(layout)
     if order is None and layout.num_stages > 1:
         order = build_schedule(layout, layout.microbatches or 2 * layout.pp)
-    hugging_face = _is_hugging_face(module)
+    hugging_face = _is_causal_model(module)
+    if loss_fn is None and not hugging_face and _is_hugging_face(module):
+        raise ModelError(
+            f"{type(module).__name__} is not a causal language model, and the loss that is trained "
+            "is that of the next token",
+            hint="parallelize(..., loss_fn=lambda output, batch: (sum of losses, their number))",
+        )
     if layout.cp > 1 and (not hugging_face or (loss_fn is not None and not labels_shifted)):
         raise _no_context(layout, hugging_face)
     shifts = True
     if hugging_face and plan is None:
+        from hocket.models.own_loss import forward_shifts_labels
         from hocket.models.plans import plan_for
+        from hocket.models.plans.changed import has_own_loss, require_own_layers, require_unchanged
         from hocket.models.plans.router import router_loss
         from hocket.ranks.proxy.inside import require_equal_inside
 
         verdict = require_equal_inside(module, layout, loss=loss_fn is None)
         shifts = verdict.shifts is not False
+        if loss_fn is None and has_own_loss(module):
+            shifts = forward_shifts_labels(module)
         degrees = layout.tp * layout.cp * layout.num_stages * layout.ep
         if degrees > 1 or layout.zero == 3 or layout.recompute != "none":
             plan = plan_for(module, sequence=layout.sequence_parallel)
+            if layout.tp > 1 or layout.num_stages > 1:
+                require_own_layers(module, plan)
+            if layout.tp > 1 and plan.tensor is not None:
+                require_unchanged(module, plan, sequence=layout.sequence_parallel)
         else:
             plan = ParallelPlan(router=router_loss(module))
         if loss_fn is not None:
@@ -195,6 +210,20 @@ def _generate(
         rows=trial_rows(config, parallel.stages[0].dtype),
     )
     return engine.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens, **sampling))
+
+
+def _is_causal_model(module: nn.Module) -> bool:
+    """Whether it is, or is derived from, a causal language model of transformers, or code that a
+    checkpoint brings names it one."""
+    from hocket.models.registry import causal_classes
+
+    ends = ["ForCausalLM", "LMHeadModel"]
+    if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        ends.append("ForConditionalGeneration")  # text and images to text
+    known = {*causal_classes().values()}
+    names = [kind.__name__ for kind in type(module).__mro__]
+    causal = any(name in known or name.endswith(tuple(ends)) for name in names)
+    return causal and _is_hugging_face(module)
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

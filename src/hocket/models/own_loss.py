@@ -24,17 +24,24 @@ _TOLERANCE = 2e-5
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Whether `forward` computes a loss at all."""
-    return "labels" in inspect.signature(model.forward).parameters
+    """Whether `forward` computes a loss at all, or hands `labels` on to a class that does."""
+    own = inspect.signature(model.forward).parameters
+    if all(each.kind is not each.VAR_KEYWORD for each in own.values()):
+        return "labels" in own
+    made = (vars(kind).get("forward") for kind in type(model).__mro__)
+    return any("labels" in inspect.signature(one).parameters for one in made if one is not None)
 
 
 @torch.no_grad()
-def shifts_labels(model: Any, input_ids: Tensor) -> bool:
+def shifts_labels(
+    model: Any, input_ids: Tensor, whose: str = "transformers' own loss of the proxy model"
+) -> bool:
     """Whether `model` shifts its labels itself: `labels=input_ids` is then next-token prediction.
 
     Args:
         model: with values; dropout off.
         input_ids: [B, S], S at least 4.
+        whose: what an error calls its loss.
 
     Raises:
         ModelError: its loss is neither the shifted nor the unshifted cross-entropy, plus the
@@ -55,12 +62,27 @@ def shifts_labels(model: Any, input_ids: Tensor) -> bool:
         return False
     keys = _loss_keys(model.config)
     raise ModelError(
-        f"transformers' own loss of the proxy model is {own:.6g}, next-token cross-entropy "
+        f"{whose} is {own:.6g}, next-token cross-entropy "
         f"{'and the auxiliary loss of its routers are' if router else 'is'} {shifted:.6g}: "
         "hocket does not compute the loss of its forward"
         + (f" ({', '.join(keys)} in the configuration)" if keys else ""),
         hint=f'"{keys[0].partition("=")[0]}": 0 in the configuration' if keys else None,
     )
+
+
+def forward_shifts_labels(module: Any) -> bool:
+    """Whether a model with a forward of its own shifts labels, found by calling it on a few tokens.
+    Raises ModelError where its loss is not that of the next token."""
+    first = next(module.parameters())
+    vocabulary = int(module.config.get_text_config().vocab_size)
+    ids = torch.randint(0, vocabulary, (2, 8), generator=torch.Generator().manual_seed(0))
+    training = module.training
+    try:
+        return shifts_labels(
+            module.eval(), ids.to(first.device), f"the loss of {type(module).__name__}'s forward"
+        )
+    finally:
+        module.train(training)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> float:

@@ -49,7 +49,11 @@ class GradientNorm:
         self._slices: list[tuple[nn.Parameter, tuple[slice, ...]]] = []
         index = mesh.axis("tp").index
         counts = mesh.axis("replicas").index == 0  # of those that hold equal shares, the first
+        # The same on every rank of a model, where a rank may have nothing to train.
+        self._dtype = torch.float32
         for name, parameter in named_parameters:
+            if parameter.dtype == torch.float64:
+                self._dtype = torch.float64
             if not parameter.requires_grad:
                 continue
             placement = placements[name]
@@ -97,18 +101,16 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The global norm, equal on every rank: fp32, or fp64 where a gradient is."""
+        """The global norm, equal on every rank: fp32, or fp64 where a parameter is."""
         parts = [p.grad for p in self._whole if p.grad is not None]
         parts += [p.grad[where] for p, where in self._slices if p.grad is not None]
         # A product with the mask: indexing by it would make a CUDA rank read the number of ones.
         parts += [p.grad * mask for p, mask in self._masked if p.grad is not None]
-        dtypes = {p.dtype for p in self.parameters}  # the same on every rank of a model
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         if parts:
-            norms = torch._foreach_norm(parts, 2, dtype=dtype)
+            norms = torch._foreach_norm(parts, 2, dtype=self._dtype)
             total = torch.stack(list(norms)).square_().sum()
         else:
-            total = torch.zeros((), dtype=dtype, device=self.mesh.device)
+            total = torch.zeros((), dtype=self._dtype, device=self.mesh.device)
         # Gradients of what is offloaded are on the host, where the scale is needed too: two waits a
         # step. Else the device is not read.
         total = total.to(self.mesh.device)

@@ -27,7 +27,7 @@ from hocket.runtime.data_parallel import (
 )
 from hocket.runtime.loss import IGNORED, NextTokenLoss, OwnLoss, divide_by_counted, targets
 from hocket.runtime.mesh import Axis, Mesh
-from hocket.runtime.pipeline.executor import Executor
+from hocket.runtime.pipeline.executor import Executor, accumulation_schedule
 from hocket.runtime.pipeline.stage import Microbatch, Stage
 from hocket.runtime.random import Streams, draws_random_numbers
 from hocket.runtime.recompute import recompute_layers
@@ -38,7 +38,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan
 from hocket.spec.run import bucket_mb
-from hocket.spec.schedule import BACKWARD, FORWARD, Action, Schedule
+from hocket.spec.schedule import Schedule
 
 
 class Parallel:
@@ -86,6 +86,7 @@ class Parallel:
         self._count = 1
         self._finished = self.forward_only = False
         self._stale = False
+        self._open_whole = False
         self.own_loss: Tensor | None = None
         self.replicas: ThreadedReplicas | None = None
 
@@ -255,15 +256,20 @@ class Parallel:
         waits for its parameters when it runs next. Every rank calls it, after its optimizer's
         step; what runs next calls it if nobody did. Without ZeRO it does nothing.
         """
-        if self._stale:
-            self._stale = False
-            for sharded in self._sharded.values():
+        self._gather_stepped()
+        self._stale = False
+
+    def _gather_stepped(self) -> None:
+        """For a reader: the optimizer may step afterwards, and the next reader gathers that."""
+        for sharded in self._sharded.values() if self._stale else ():
+            if not (self._open_whole and isinstance(sharded, ShardedBlocks)):  # it may be written
                 sharded.begin_unshard()
 
     def unshard(self) -> None:
         """Wait until every parameter is whole; to be called, by every rank, before parameters are
         read, or written, other than by a step. `reshard` ends it, or the next step does."""
-        self.begin_unshard()
+        self._gather_stepped()
+        self._open_whole = True
         with self.recorder.in_phase("other"):
             for sharded in self._sharded.values():
                 sharded.unshard()
@@ -271,6 +277,7 @@ class Parallel:
     def reshard(self) -> None:
         """Free the parameters that only `unshard` made whole (ZeRO-3), and keep what was written
         into them."""
+        self._open_whole = False
         for sharded in self._sharded.values():
             sharded.reshard()
 
@@ -306,7 +313,7 @@ class Parallel:
         group: Sequence[str],
         how: Callable[[ShardedBlocks, str], AbstractContextManager[None]],
     ) -> Iterator[None]:
-        self.begin_unshard()
+        self._gather_stepped()
         with self.recorder.in_phase("other"):
             for sharded in self._sharded.values():
                 if not isinstance(sharded, ShardedBlocks):
@@ -357,7 +364,8 @@ class Parallel:
         self.zero_grad()
         # A CUDA rank does not read how many it counted.
         divisor: Any = max(1, num_tokens or 1)
-        if num_tokens is None:
+        counted = self.labels_shifted is None and num_tokens is None  # by the loss function
+        if num_tokens is None and not (counted and "labels" not in microbatches[0]):
             with recorder.in_phase("step"):
                 total = self._num_labels(microbatches)
             divisor = total.clamp(min=1).float() if total.is_cuda else max(1, int(total))
@@ -378,10 +386,11 @@ class Parallel:
             for reducer in reducers.values():
                 reducer.wait()
             loss = self._everywhere(share)
-            if self.labels_shifted is None and num_tokens is None:
+            if counted:
                 stepped = self.named_stepped()
                 loss = divide_by_counted(loss, divisor, self.stages, stepped, self._everywhere)
         self._stale = bool(self._sharded)
+        self._open_whole = False
         self.step += 1
         return loss
 
@@ -422,7 +431,7 @@ class Parallel:
         router's auxiliary loss is left out."""
         modes = [stage.module.training for stage in self.stages]
         self.train(False)
-        self.begin_unshard()
+        self._gather_stepped()
         with self.recorder.in_phase("other"):
             total, tokens = self._executor(None).evaluate(self._parts(microbatches))
             both = torch.stack([total.double(), tokens.double()])
@@ -473,7 +482,7 @@ class Parallel:
         if count not in self._executors:
             self._executors[count] = Executor(
                 self.stages,
-                self.schedule or _accumulation(count),
+                self.schedule or accumulation_schedule(count),
                 self.mesh.axis("pp"),
                 self.recorder,
                 device=self.mesh.device,
@@ -487,14 +496,3 @@ class Parallel:
         assert self._streams is not None
         self._streams.step = self.step
         self._streams.microbatch = self.mesh.data.index * self._count + microbatch
-
-
-def _accumulation(num_microbatches: int) -> Schedule:
-    """Without a pipeline: one microbatch after the other."""
-    line = [Action(0, kind, m) for m in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
-    return Schedule(
-        name="accumulation",
-        num_microbatches=num_microbatches,
-        stage_ranks=(0,),
-        ranks=(tuple(line),),
-    )

@@ -11,6 +11,7 @@ Every rank calls every method, with equal arguments unless stated otherwise.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from hocket.runtime import checkpoint
 from hocket.runtime.collectives import all_reduce
+from hocket.runtime.data_parallel import Fill
 from hocket.runtime.loss import check_convention
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Microbatch
@@ -79,9 +81,14 @@ class ParallelModel(Parallel):
     whole: WholeModule
     generator: Generate | None = None
     _labels_seen = False
+    _first: Sequence[tuple[Tensor, int, Tensor]] = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self, renamed.attribute("ParallelModel", name, renamed.PARALLEL))
+
+    def finish(self, fills: Sequence[Fill] = ()) -> None:
+        super().finish(fills)
+        self._stale = bool(self._sharded)  # its owner may write into what is stepped
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The tensors that this rank's optimizer steps: its parameters or, with ZeRO, 1-D views of
@@ -103,7 +110,8 @@ class ParallelModel(Parallel):
     ) -> Tensor:
         """One step's forwards and backwards; afterwards `.grad` holds the whole gradient.
 
-        Gradients of the step before are forgotten first. `labels` [B, S] are those that
+        Gradients of the step before are forgotten first; in the second step with a warning if no
+        optimizer had some of them. `labels` [B, S] are those that
         transformers takes: `input_ids` themselves, -100 where there is no target; the shift is done
         here, unless `labels_shifted=True` was given to `parallelize`.
 
@@ -126,7 +134,32 @@ class ParallelModel(Parallel):
             if "labels" in microbatches[0]:
                 check_convention(microbatches[0], self.labels_shifted)
             self._labels_seen = True
-        return super().forward_backward(microbatches, num_tokens)
+        self._warn_of_a_gradient_without_a_step()
+        loss = super().forward_backward(microbatches, num_tokens)
+        if self.step == 1:
+            self._first = [
+                (tensor, tensor._version, _some(tensor))
+                for tensor in self.parameters()
+                if tensor.grad is not None
+            ]
+        return loss
+
+    def _warn_of_a_gradient_without_a_step(self) -> None:
+        """In the second step: warn where nothing was done with gradients of the first, as by an
+        optimizer over other tensors, or in a loop that adds gradients up over several calls."""
+        first, self._first = self._first, ()
+        left = sum(
+            tensor.grad is not None and tensor._version == version and _some(tensor).equal(before)
+            for tensor, version, before in first
+        )
+        if left:
+            warnings.warn(
+                f"gradients of the step before are dropped: of {len(first)} tensors that "
+                f"`parameters()` returns no optimizer has stepped {left}. Give it "
+                "parallel.parameters(), or groups of parallel.named_stepped(), and all "
+                "microbatches of a step to one forward_backward",
+                stacklevel=3,
+            )
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """(sum of losses, valid tokens) of a global batch of which this data rank has a part; a
@@ -340,6 +373,11 @@ def _require_own(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
             "was made before parallelize(): their state cannot be saved or loaded",
             hint=f"torch.optim.{type(optimizer).__name__}(parallel.parameters(), lr=1e-4)",
         )
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """A few of its values, copied."""
+    return tensor.detach().reshape(-1)[:8].clone()
 
 
 def _token_rows(prompts: Any) -> list[list[int]]:

@@ -61,7 +61,6 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
             slices = sequence_plan(proxy, model, tensor, stages)
         except ModelError as error:
             reasons["sequence"] = error.message
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
     known = config.model_type in FAMILIES or getattr(config, "base_model_tp_plan", None)
     return ParallelPlan(
         tensor=tensor,
@@ -71,7 +70,27 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         sequence=slices,
         mask_positions=from_mask,
         hidden_size=int(config.get_text_config().hidden_size),
-        ties=dict(ties),
+        ties=_ties(model),
         router=router_loss(model),
         reasons=reasons,
     )
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Other names of a parameter to the one that owns it: as the model's class says, and as the
+    module is, of which a head may have been replaced, or tied by hand."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        tied: owner
+        for tied, owner in (getattr(model, "all_tied_weights_keys", None) or {}).items()
+        if tied not in every
+        or owner not in every
+        or every[tied] is every[owner]
+        or every[tied].is_meta
+    }
+    for name, parameter in every.items():
+        owner = first[id(parameter)]
+        if name != owner and name not in found and owner not in found:
+            found[name] = owner
+    return found

@@ -52,9 +52,7 @@ def sequence_plan(
     if split is None:
         raise ModelError(f"its tiny proxy model cannot be split: {note}")
     plan = _plan(model, split, stages)
-    for name in _attention(model, stages):
-        if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
-            raise ModelError(f"{name} is replicated on every rank, and attends to whole sequences")
+    _require_split_attention(model, plan, stages)
     for block in plan.blocks:
         if _gathers(split, model, block):
             raise ModelError(
@@ -79,7 +77,9 @@ def sequence_plan(
         except Exception as error:  # a forward of any family may fail in its own way
             reasons.append(trial.why(error))
             continue
-        return _plan(whole, tensor, stages, mask)
+        found = _plan(whole, tensor, stages, mask)
+        _require_split_attention(whole, found, stages)  # its projections may have been replaced
+        return found
     raise ModelError(reasons[0])
 
 
@@ -120,6 +120,12 @@ def _attention(model: nn.Module, stages: StagePlan) -> list[str]:
     names = [name for name, _ in model.named_modules() if name.startswith(f"{stages.layers}.")]
     own = {name: name[len(stages.layers) + 1 :].partition(".")[2] for name in names}
     return [name for name in names if own[name] in stages.cores]
+
+
+def _require_split_attention(model: nn.Module, plan: SequencePlan, stages: StagePlan) -> None:
+    for name in _attention(model, stages):
+        if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
+            raise ModelError(f"{name} is replicated on every rank, and attends to whole sequences")
 
 
 def _split_of(splits: Mapping[str, Split], name: str) -> Split | None:

@@ -126,9 +126,10 @@ class Bucket:
         """No gradient has come."""
         self.missing = set(range(len(self.parameters)))
 
+    @torch.inference_mode(False)
     def part_from_readers(self) -> None:
         """Go on with new, empty storage: whoever still holds the old one (a `state_dict()`) keeps
-        its values, else it is freed."""
+        its values, else it is freed. Made in inference mode it could not be trained."""
         shapes = [parameter.shape for parameter in self.parameters]
         size, none = self.flat.numel(), self.flat.new_empty(0)
         self.flat = none

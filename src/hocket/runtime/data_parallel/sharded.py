@@ -85,6 +85,7 @@ class ShardedBuckets(Shares):
     def begin_unshard(self) -> None:
         """Begin to gather every rank's share of the values, the first to be used first."""
         for bucket in reversed(self._buckets):
+            _arrive(bucket)  # of a reader before, of modules that did not run
             with self.recorder.in_phase("step"):
                 bucket.gathering = all_gather_flat(
                     bucket.flat, bucket.mine, bucket.axis, self.recorder

@@ -256,7 +256,9 @@ class Executor:
         self._prepare(action)
         output, gradient = self._outputs.pop(key), self._output_grads.pop(key, None)
         with self._pass(action, BACKWARD):
-            output.backward(gradient)  # type: ignore[no-untyped-call]
+            # Nothing trainable may lead to what a stage hands on; a loss that has none is an error.
+            if output.requires_grad or self.stages[action.stage].is_last:
+                output.backward(gradient)  # type: ignore[no-untyped-call]
         hidden = self._inputs.pop(key, None)
         if hidden is not None:
             assert hidden.grad is not None, f"{action}: the stage does not use its input"
@@ -402,3 +404,14 @@ def _final_backwards(line: Iterable[Action]) -> dict[int, Action]:
             if part.kind in (BACKWARD, WEIGHT):
                 final[part.stage] = part
     return final
+
+
+def accumulation_schedule(num_microbatches: int) -> Schedule:
+    """Without a pipeline: one microbatch after the other."""
+    line = [Action(0, kind, m) for m in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
+    return Schedule(
+        name="accumulation",
+        num_microbatches=num_microbatches,
+        stage_ranks=(0,),
+        ranks=(tuple(line),),
+    )
