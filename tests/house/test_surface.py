@@ -57,7 +57,7 @@ FLAGS = {
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
         "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb", "lora_rank",
-        "lora_targets", "quantize_base", "optimizer",
+        "lora_targets", "quantize_base", "optimizer", "quantization",
         "trust_remote_code", "json", "matrix", "models", "schedules", "options", *LAYOUT,
     },
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
@@ -92,7 +92,8 @@ FLAGS = {
         "device",
         "backend", "threads", "emulate_links", "timeout", "trust_remote_code", "json",
         "host", "port", "metrics_port", "api_key_file", "insecure", "served_model_name",
-        "max_num_batched_tokens", "max_model_len", "max_num_seqs", "block_size", "cache_memory",
+        "quantization", "max_num_batched_tokens", "max_model_len", "max_num_seqs", "block_size",
+        "cache_memory",
         "num_blocks", "max_queue", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts", "reload_dir", "dry_run",
     },

@@ -42,6 +42,8 @@ def test_compiles_without_spills_within_shared_memory_with_tensor_cores(
     configuration: KernelSpecialization,
 ) -> None:
     for arch in SHARED_LIMIT:
+        if arch < configuration.lowest:
+            continue
         compiled = compile_for(configuration, arch)
         assert not compiled.faults(), (arch, compiled)
         if configuration.matmul and configuration.tile.rows >= 64:
@@ -52,7 +54,9 @@ def test_every_kernel_is_in_the_table() -> None:
     from triton.runtime import JITFunction
 
     files = sorted(Path(package.__path__[0]).glob("*_kernels.py"))
-    assert [file.stem for file in files] == ["grouped_gemm_kernels", "paged_attention_kernels"]
+    assert [file.stem for file in files] == [
+        "grouped_gemm_kernels", "paged_attention_kernels", "quantize_rows_kernels",
+    ]  # fmt: skip
     kernels: set[tuple[str, str]] = set()
     for file in files:
         module = importlib.import_module(f"hocket.runtime.triton.{file.stem}")
@@ -63,7 +67,8 @@ def test_every_kernel_is_in_the_table() -> None:
         }
     assert {(c.module, c.kernel) for c in ALL} == kernels
     assert {name for _, name in kernels} == {
-        "attend_kernel", "merge_kernel", "grouped_mm_kernel", "grouped_weight_gradient_kernel"
+        "attend_kernel", "merge_kernel", "grouped_mm_kernel", "grouped_weight_gradient_kernel",
+        "quantize_rows_kernel",
     }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_a_published_quantization_is_the_default() -> None:
     assert "--emit vllm or sglang prints" in text
     assert serve_command([eight]) is None  # hocket's server reads them into 16 bits
     assert "--quantization" not in emitted_deployment(eight, "vllm")
-    with pytest.raises(OptionError, match="weights in fp8, as published") as caught:
+    with pytest.raises(OptionError, match="the plan is of fp8, as published") as caught:
         emitted_deployment(eight, "hocket")
     assert "--quantization none" in str(caught.value.hint)
     (one,) = serve_plan("gpt-oss-120b", cluster="H100")
@@ -106,6 +106,15 @@ def test_emitted_weights_that_are_not_the_checkpoints_own() -> None:
         assert text in emitted_deployment(plan, "vllm")
     (plan,) = serve_plan("gpt-oss-20b", cluster="H100", quantization="none")
     assert "for bf16 weights: give a checkpoint made so" in emitted_deployment(plan, "vllm")
+
+
+def test_a_dense_model_in_8_bits_is_served_here() -> None:
+    (plan,) = serve_plan("llama-3-8b", cluster="H100", quantization="fp8", cache_precision="bf16")
+    words = serve_command([plan])
+    assert words is not None
+    assert words[words.index("--quantization") + 1] == "fp8"
+    assert words[words.index("--dtype") + 1] == "bf16"
+    assert "--emit hocket, vllm or sglang" in plans_text([plan])
 
 
 def test_too_few_gpus_name_weights_that_fit() -> None:

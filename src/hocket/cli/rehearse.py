@@ -52,6 +52,8 @@ class RehearseFlags:
             nf4.
         optimizer: AdamW, moments in fp32 or 8 bits. One of: adamw, adamw_8bit.
         trust_remote_code: run Python code that the model directory contains.
+        quantization: with --serve, precision of the linear layers' weights (default: that of
+            --dtype). One of: fp8.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
         json: print one JSON object, and nothing else on stdout; with --matrix one per job.
         matrix: rehearse tiny models under every schedule, layout and option.
@@ -81,6 +83,7 @@ class RehearseFlags:
     quantize_base: Text = None
     optimizer: str = "adamw"
     trust_remote_code: bool = False
+    quantization: Text = None
     serve: bool = False
     json: bool = False
     matrix: bool = False
@@ -113,6 +116,11 @@ def main(arguments: Sequence[str]) -> int:
         )
     if flags.serve:
         return _serve(flags, written)
+    if flags.quantization is not None:
+        raise OptionError(
+            "--quantization stores the weights of a server, and this rehearses a training step",
+            hint="--serve, or --dtype fp8",
+        )
     from hocket.jobs import rehearse as job
     from hocket.jobs.rehearsal_fit import require_fit
     from hocket.jobs.rehearsal_text import rehearsal_report
@@ -173,6 +181,7 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
         dtype=flags.dtype,
         layers=flags.layers,
         trust_remote_code=flags.trust_remote_code,
+        quantization=flags.quantization,
     )
     return print_serving(spec, gpu=flags.gpu, as_json=flags.json)
 

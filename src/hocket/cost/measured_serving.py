@@ -28,7 +28,7 @@ import numpy as np
 from hocket.cost.local import divided, held_elements, together
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
-from hocket.cost.measured_stage import SHARED, stage_blocks, weights
+from hocket.cost.measured_stage import SHARED, eight_bit_weights, stage_blocks, weights
 from hocket.cost.serving_shape import latent_width, served_shape
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
@@ -78,13 +78,14 @@ class MeasuredReplica:
 
     Attributes:
         shape: of the model, traced in `dtype`. layout: as `spec.serving.replica_layout` has it.
-        dtype: `fp32` or `bf16`.
+        dtype: `fp32` or `bf16`. quantization: of the weights of linear layers, None or `fp8`.
         block_size: tokens of a block of the cache. cpu: whether its ranks compute on a CPU.
     """
 
     shape: ModelShape
     layout: Layout
     dtype: str = "fp32"
+    quantization: str | None = None
     block_size: int = 16
     cpu: bool = True
 
@@ -147,10 +148,12 @@ class MeasuredReplica:
         """Of the weights on the largest tensor rank of a stage."""
         layout, blocks = self.layout, map(self.shape.blocks.__getitem__, self.stages[stage])
         experts = tuple(p.name for block in blocks for p in block.products if p.groups > 1)
+        few = eight_bit_weights(self.quantization, self.shape, self.stages[stage])
         total = 0
         for one in weights(self.shape, self.stages[stage]):
-            total += held_elements(one, layout, experts)
-        return total * self.element_bytes
+            each = 1 if one.name in few else self.element_bytes
+            total += held_elements(one, layout, experts) * each
+        return total
 
     def cache_bytes(self, stage: int) -> int:
         """Of one cached token on a rank of a stage; over context ranks the mean of them, of which

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from hocket.cost.device import linear_seconds
 from hocket.cost.local import divided, tensor_elements
 from hocket.cost.measured_rates import BYTES, Rates
+from hocket.spec.capabilities import NOT_QUANTIZED
 from hocket.spec.model_shape import (
     Attention,
     BlockShape,
@@ -335,3 +336,14 @@ def row_bytes(row: Saved, microbatch: Microbatch) -> float:
     split = microbatch.ranks(row.split)
     square = microbatch.sequence if row.square else 1
     return row.bytes * microbatch.tokens * square / split
+
+
+def eight_bit_weights(
+    quantization: str | None, shape: ModelShape, kinds: Iterable[str]
+) -> frozenset[str]:
+    """Names of the weights of a stage that a server stores in 8 bits (`runtime.fp8_weights`)."""
+    if quantization is None:
+        return frozenset()
+    blocks = [shape.blocks[kind] for kind in kinds if kind not in ("embedding", "head")]
+    names = {p.name for block in blocks for p in block.products if p.groups == 1}
+    return frozenset(f"{n}.weight" for n in names if n.rpartition(".")[2] not in NOT_QUANTIZED)

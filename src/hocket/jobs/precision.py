@@ -8,7 +8,13 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from hocket.spec.capabilities import PRECISIONS, TRAINED, refused_offload, refused_precision
+from hocket.spec.capabilities import (
+    PRECISIONS,
+    TRAINED,
+    refused_offload,
+    refused_precision,
+    refused_quantization,
+)
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -123,6 +129,20 @@ def reject_served_dtype(workload: Workload) -> None:
             f"{' or '.join(PRECISIONS)}",
             hint="--dtype bf16",
         )
+
+
+def reject_quantization(quantization: str | None, *, cuda: bool, dtype: str, experts: int) -> None:
+    """Refuse weights in few bits that the devices or the model cannot have. Raises OptionError."""
+    capability = None
+    if cuda and quantization is not None:
+        from hocket.probing.devices import compute_capability
+
+        capability = compute_capability()
+    why = refused_quantization(
+        quantization, cuda=cuda, dtype=dtype, experts=experts, capability=capability
+    )
+    if why is not None:
+        raise OptionError(why, hint="leave --quantization out")
 
 
 def precision_remark(spec: RunSpec) -> str | None:

@@ -59,6 +59,7 @@ class GpuServers:
             service=usual(2048),  # prices do not depend on the load
             bounded=True,
             precision=self.precision,
+            cache_precision="bf16",  # of any weights
             usable=self.usable,
         )
 

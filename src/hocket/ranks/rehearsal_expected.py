@@ -80,7 +80,11 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
     assert sizes.max_num_batched_tokens is not None
     assert sizes.max_num_seqs is not None
     replica = MeasuredReplica(
-        shape=shape_here(spec), layout=spec.layout, dtype=spec.workload.dtype, cpu=False
+        shape=shape_here(spec),
+        layout=spec.layout,
+        dtype=spec.workload.dtype,
+        cpu=False,
+        quantization=sizes.quantization,
     )
     return [
         {

@@ -30,6 +30,7 @@ from hocket.rehearsal.device import NUM_DEVICES
 from hocket.rehearsal.execution import Actions, Execution, allocate, executing
 from hocket.rehearsal.launches import Launches
 from hocket.rehearsal.process_group import RehearsedWorld
+from hocket.runtime.fp8_weights import store_in_fp8
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
 from hocket.schedules.registry import build_schedule
@@ -130,14 +131,17 @@ class ServingRehearsal:
         device = torch.device("cuda", rank % NUM_DEVICES)
         recorder = Actions(rank, device)
         mesh = Mesh(spec.layout, rank, device, recorder)
-        (stage,) = parallelize(
+        parallel = parallelize(
             self.skeleton, spec.layout, self.plan, mesh=mesh, schedule=self.schedule
-        ).stages
+        )
+        (stage,) = parallel.stages
         stages = mesh.axis("pp").size
         lookahead = stages == 1
         capture = _Capture(launches, world)
         with execution.fake(), torch.inference_mode():
             allocate(stage.module, device)
+            if options.quantization is not None:
+                store_in_fp8(parallel)
             memory.own("parameters", stage.module.parameters())
             runner = StageRunner(
                 stage, mesh, self.skeleton.config, block_size=options.block_size,

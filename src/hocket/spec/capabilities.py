@@ -127,6 +127,52 @@ def refused_precision(
     return None
 
 
+QUANTIZED = ("fp8",)
+"""How a server may store the linear layers of a model's blocks."""
+
+NOT_QUANTIZED = ("gate", "router", "shared_expert_gate", "kv_b_proj")
+"""Linear layers that keep their precision: a router's small errors change which expert is asked,
+and up-projections of latent attention are read as they are."""
+
+
+def refused_quantization(
+    quantization: str | None,
+    *,
+    cuda: bool,
+    dtype: str,
+    experts: int = 0,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Why ranks cannot serve weights that are stored so; None: they can.
+
+    Args:
+        quantization: one of `QUANTIZED`, or None.
+        cuda: whether ranks have CUDA devices. capability: theirs, None where not known yet.
+        dtype: of all that is not quantized. experts: of a layer, 0 where the model is dense.
+    """
+    if quantization is None:
+        return None
+    if experts:
+        return (
+            f"quantization is fp8: it stores linear layers in 8 bits, and the {experts} experts of "
+            "a layer are stacked weights, which would keep 16"
+        )
+    if not cuda:
+        return (
+            "quantization is fp8: CPU cores have no 8-bit float matmuls; they need a GPU of "
+            "compute capability 8.9 or higher (Ada, Hopper, Blackwell)"
+        )
+    if dtype != "bf16":
+        return f"quantization is fp8: its matmuls give bf16, and dtype is {dtype}"
+    if capability is not None and capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        return (
+            f"quantization is fp8: this GPU has the compute capability {have}; 8-bit float "
+            f"matmuls take {need} or higher (Ada, Hopper, Blackwell)"
+        )
+    return None
+
+
 PINNED_SHARE = 0.5
 """Share of a machine's memory that offloaded activations may take, of all its GPUs together; what
 goes beyond it stays on the device."""

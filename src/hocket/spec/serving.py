@@ -27,6 +27,8 @@ class ServeOptions:
         api_key_file: file with one `KEY` or `NAME KEY` per line; every route but /health, /ready
             and /docs then needs a key.
         insecure: allow an address other than loopback without keys.
+        quantization: precision of the linear layers' weights, on GPUs of compute capability 8.9 or
+            higher (default: that of --dtype). One of: fp8.
         served_model_name: model name in the API (default: the name of the model folder).
         max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,
             2048 on CUDA).
@@ -59,6 +61,7 @@ class ServeOptions:
     metrics_port: int | None = None
     api_key_file: str | None = None
     insecure: bool = False
+    quantization: str | None = None
     served_model_name: str | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None

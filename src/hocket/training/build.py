@@ -38,6 +38,7 @@ from hocket.runtime.device import (
     ranks_here,
 )
 from hocket.runtime.fp8 import multiply_in_fp8
+from hocket.runtime.fp8_weights import store_in_fp8
 from hocket.runtime.lora import Lora, adapt
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.offload import OffloadedLayer, SavedOnHost, offload_activations
@@ -225,6 +226,8 @@ def build_model(
             raise OptionError(why, hint="--dtype bf16")
         for stage in parallel.stages:
             multiply_in_fp8(stage.module, plan.stages)
+    if spec.serving is not None and spec.serving.quantization is not None:
+        store_in_fp8(parallel, [each.fill for each in weights])
     parallel.finish([each.fill for each in weights])
     for each in weights:
         each.close()

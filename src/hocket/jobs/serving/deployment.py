@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hocket.spec.capabilities import QUANTIZED
 from hocket.spec.errors import OptionError, unknown
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def emitted_deployment(plan: ServicePlan, tool: str) -> str:
         words = serve_command([plan])
         if words is None:
             raise OptionError(
-                f"{plan.model}: hocket serve does not run this deployment: it computes in bf16 or "
-                f"fp32, on one node, and the plan is of weights in {plan.stored.title}",
-                hint="--quantization none, or --emit vllm",
+                f"{plan.model}: hocket serve does not run this deployment: it is one node in bf16 "
+                "or fp32, with linear layers in fp8 where the model is dense, and caches in 16 "
+                f"bits; the plan is of {plan.stored.title}, cached in {plan.cache_precision}",
+                hint="--quantization none --cache-precision bf16, or --emit vllm",
             )
         return shlex.join(["hocket", *words]) + "\n"
     best = plan.best
@@ -112,15 +114,19 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
     served = _served_model(plans[0], entry)
     if not served_here(plans[0]) or served == "MODEL":
         return None
+    stored = plans[0].stored
+    few = [] if stored.quantization == "none" else ["--quantization", stored.quantization]
     return [
-        "serve", served, "--layout", best.layout.axes_text(), "--dtype", plans[0].precision,
+        "serve", served, "--layout", best.layout.axes_text(), "--dtype", stored.dtype, *few,
         "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.max_sequences),
         "--max-num-batched-tokens", str(best.max_num_batched_tokens),
     ]  # fmt: skip
 
 
 def served_here(plan: ServicePlan) -> bool:
-    """Whether `hocket serve` computes with weights that are stored so."""
+    """Whether `hocket serve` computes with weights that are stored so, and its cache."""
+    if plan.stored.quantization in QUANTIZED:
+        return not plan.experts and plan.cache_precision == "bf16"
     return plan.stored.quantization == "none" and plan.precision in RUN_HERE
 
 

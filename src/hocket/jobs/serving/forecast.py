@@ -175,7 +175,8 @@ def _servers(
             return None
         shape = gpu_run.planner_shape(spec, launcher)
         dtype = server.request.workload.dtype
-        servers = GpuServers(shape, gpus, precision="bf16" if dtype == "fp32" else dtype)
+        of_weights = server.options.quantization or ("bf16" if dtype == "fp32" else dtype)
+        servers = GpuServers(shape, gpus, precision=of_weights)
         return servers, list(_over_experts(meshes(shape, gpus.num_gpus), shape))
     measured = forecast.measurements(cluster, server.device)
     if measured is None:

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.serving.context import require_one_context_rank
+from hocket.spec.capabilities import refused_quantization
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import NOT_SEEN, RankRehearsal, RehearsedDevice
@@ -239,6 +240,7 @@ def rehearse_replica(
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
     from hocket.jobs.rehearse import device_of, traces_of
+    from hocket.models.source import run_source
     from hocket.simulation.nccl import RULES, simulate_nccl
 
     say = on_phase or (lambda text: None)
@@ -247,6 +249,14 @@ def rehearse_replica(
         raise OptionError(
             f"{device.name} has no matmuls in bfloat16", hint="--dtype fp32, or --gpu A100"
         )
+    options = spec.serving
+    assert options is not None
+    why = refused_quantization(
+        options.quantization, cuda=True, dtype=spec.workload.dtype, capability=device.capability,
+        experts=run_source(spec).dimensions.num_experts,
+    )  # fmt: skip
+    if why is not None:
+        raise OptionError(why, hint="leave --quantization out")
     stands_for = _representatives(spec.layout)
     wanted = sorted(set(stands_for.values()))
     tasks = [_task(spec, device, rank, modules) for rank in reversed(wanted)]

@@ -23,8 +23,8 @@ from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving import context
 from hocket.jobs.serving.joined import joined_world
 from hocket.spec import renamed
-from hocket.spec.capabilities import absent
-from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.capabilities import QUANTIZED, absent
+from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 from hocket.spec.serving import BLOCK_SIZE, ServeOptions, replica_layout
@@ -144,6 +144,10 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     _threads(wanted, device)
     trusted = wanted.options.trust_remote_code
     source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
+    precision.reject_quantization(
+        options.quantization, cuda=device == "cuda", dtype=wanted.workload.dtype,
+        experts=source.dimensions.num_experts,
+    )  # fmt: skip
     layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
     source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
@@ -305,6 +309,9 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
             f"generation_config is {options.generation_config!r}; it is {AUTO} or {NONE}",
             hint=f"--generation-config {NONE}",
         )
+    if options.quantization not in (None, *QUANTIZED):
+        message, hint = unknown("quantization", str(options.quantization), QUANTIZED)
+        raise OptionError(message, hint=f"--quantization fp8; {hint}" if hint else None)
     if options.served_model_name is not None and not options.served_model_name.strip():
         raise OptionError(
             f"served_model_name is {options.served_model_name!r}; clients need a name to ask for",

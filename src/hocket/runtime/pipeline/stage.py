@@ -107,7 +107,8 @@ class Stage:
     def dtype(self) -> torch.dtype:
         """Dtype of the hidden state."""
         if self._dtype is None:
-            floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+            wide = (p for p in self.module.parameters() if p.element_size() > 1)  # not in 8 bits
+            floating = (p.dtype for p in wide if p.is_floating_point())
             self._dtype = next(floating, torch.get_default_dtype())
         return self._dtype
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hocket.runtime.triton import grouped_gemm
+from hocket.runtime.triton import grouped_gemm, quantize_rows
 from hocket.runtime.triton.paged_attention import AttentionTile, launch_of, padded
 
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
@@ -55,16 +55,18 @@ class KernelSpecialization:
             strides of the weight.
         constants: compile-time arguments.
         matmul: whether tensor cores are expected.
+        lowest: the least architecture that has its instructions.
     """
 
     kernel: str
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    tile: AttentionTile | grouped_gemm.GemmTile
+    tile: AttentionTile | grouped_gemm.GemmTile | quantize_rows.RowTile
     variant: str
     constants: dict[str, object] = dataclasses.field(hash=False)
     matmul: bool = True
     module: str = "paged_attention_kernels"
+    lowest: int = 80
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Compiled:
 def configurations() -> tuple[KernelSpecialization, ...]:
     """Every tile of every kernel: of attention plain and with window, softcap and sinks together,
     of grouped matmuls with weights stored [E, K, N] and [E, N, K]."""
-    return tuple(_attention()) + tuple(_merging()) + tuple(_grouped())
+    return tuple(_attention()) + tuple(_merging()) + tuple(_grouped()) + tuple(_quantizing())
 
 
 def _attention() -> Iterator[KernelSpecialization]:
@@ -156,6 +158,15 @@ def _grouped() -> Iterator[KernelSpecialization]:
         )  # fmt: skip
 
 
+def _quantizing() -> Iterator[KernelSpecialization]:
+    for dtype in (torch.bfloat16, torch.float32):
+        yield KernelSpecialization(
+            "quantize_rows_kernel", dtype, (), quantize_rows.TILE, "plain",
+            quantize_rows.TILE.constants(), matmul=False, module="quantize_rows_kernels",
+            lowest=90,
+        )  # fmt: skip
+
+
 def compile_for(configuration: KernelSpecialization, arch: int) -> Compiled:
     """Compile one configuration for one architecture; a second or so."""
     import triton
@@ -168,6 +179,7 @@ def compile_for(configuration: KernelSpecialization, arch: int) -> Compiled:
     names: list[str] = kernel.arg_names
     dense = {"query_stride_token", "query_stride_head", "K", "N"}
     dense |= {name for name in names if "_stride_" in name and "query" not in name}
+    dense |= {"num_columns"}
     source = ASTSource(
         kernel,
         {name: signature.get(name, "constexpr") for name in names},
@@ -201,6 +213,11 @@ def _signature(configuration: KernelSpecialization) -> dict[str, str]:
         )
         given = {**matrices, "offsets": "*i32", **dict.fromkeys((*sizes, *strides), "i32")}
         return {name: kind for name, kind in given.items() if name not in configuration.constants}
+    if configuration.kernel == "quantize_rows_kernel":
+        return {
+            "x": pointer, "out": "*fp8e4nv", "scale": "*fp32", "num_columns": "i32",
+            "x_stride_row": "i32",
+        }  # fmt: skip
     if configuration.kernel == "merge_kernel":
         return {
             "partial": "*fp32", "lse": "*fp32", "out": pointer, "num_places": "i32",
@@ -253,7 +270,7 @@ def _results_table(compiled: list[Compiled]) -> str:
         tiles.setdefault(key, {}).setdefault(one.arch, []).append(one)
     for (kernel, dtype, sizes, tile), found in tiles.items():
         heads = "/".join(map(str, dict.fromkeys(sizes)))
-        cells = [_cell(found[arch]) for arch in archs]
+        cells = [_cell(found[arch]) if arch in found else "-" for arch in archs]
         lines.append(
             [kernel, str(dtype)[6:], heads, str(tile), str(tile.num_warps),
              str(tile.num_stages), *cells]
@@ -282,6 +299,9 @@ the fallback of the server where neither FlashAttention nor FlashInfer can do wh
 `grouped_mm_kernel` and `grouped_weight_gradient_kernel` are the matmuls of experts, forward and
 both gradients (`hocket.runtime.triton.grouped_gemm`), for dtypes and GPUs for which torch has no
 kernel.
+
+`quantize_rows_kernel` converts the inputs of matmuls with weights in 8 bits
+(`hocket serve --quantization fp8`), on architectures that have 8-bit floats.
 
 A tile: rows x keys of attention, rows x columns x depth of a grouped matmul. A cell: registers of a
 thread, shared memory of a program (with the 1 KiB that the driver takes from sm_90 on), tensor-core
@@ -316,6 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
         compile_for(configuration, arch)
         for configuration in configurations()
         for arch in options.arch or SHARED_LIMIT
+        if arch >= configuration.lowest
     ]
     if options.write:
         options.write.write_text(_kernels_page(done))

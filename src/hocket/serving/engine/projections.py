@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.runtime.fp8_weights import product_of
+from hocket.runtime.linear import DeferrableLinear
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear
 
 _SIBLINGS = (
@@ -50,11 +52,13 @@ class Merged:
         weights = [part.weight.data for part in parts]
         self.sizes = [int(weight.shape[0]) for weight in weights]
         self.weight = torch.cat(weights)
+        self.few_bits = product_of(parts)
         self.bias: Tensor | None = None
-        if any(part.bias is not None for part in parts):
+        found = next((part.bias.data for part in parts if part.bias is not None), None)
+        if found is not None:
             self.bias = torch.cat(
                 [
-                    weight.new_zeros(weight.shape[0]) if part.bias is None else part.bias.data
+                    found.new_zeros(weight.shape[0]) if part.bias is None else part.bias.data
                     for part, weight in zip(parts, weights, strict=True)
                 ]
             )
@@ -71,6 +75,9 @@ class Merged:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x` [..., in] times the merged weight, plus `bias`."""
+        if self.few_bits is not None:
+            y = self.few_bits(x, self.weight.t())
+            return y if bias is None else y + bias
         return F.linear(x, self.weight, bias)
 
     def columns(self, part: int, x: Tensor) -> Tensor:
@@ -208,6 +215,13 @@ def unmerge_wasted(merges: list[tuple[Merged, list[nn.Linear]]]) -> int:
     return kept
 
 
+def in_8_bits(part: Any) -> bool:
+    """Whether a linear layer's weight is stored in 8-bit floats."""
+    return isinstance(part, DeferrableLinear | ColumnParallelLinear) and (
+        product_of([part]) is not None
+    )
+
+
 def _same_form(parts: list[Any]) -> bool:
     """Whether all are linear layers of one kind that take the same input and need no message."""
     first = parts[0]
@@ -215,13 +229,14 @@ def _same_form(parts: list[Any]) -> bool:
         if type(part) is ColumnParallelLinear:
             if part.gather is not None or part.transposed:
                 return False
-        elif type(part) is not nn.Linear:
+        elif type(part) is not nn.Linear and not in_8_bits(part):
             return False
         if part._forward_pre_hooks or part._forward_hooks:
             return False
         same = (
             type(part) is type(first)
             and part.weight.dtype == first.weight.dtype
+            and in_8_bits(part) == in_8_bits(first)
             and part.weight.shape[1] == first.weight.shape[1]
         )
         if not same:

@@ -1,0 +1,113 @@
+"""Weights in 8-bit floats, for inference: half the bytes of bf16 to hold and to stream.
+
+    W  [out, in]  ->  e4m3 [out, in], and for each output its largest entry / 448, fp32
+    x  [T, in]    ->  e4m3 [T, in], and for each row its largest entry / 448, fp32, in every step
+    y = x W'          multiplied in 8 bits, summed in fp32, times both scales, in bf16
+
+One scale a row and a column, as vLLM's online `fp8` has with dynamic activations (Micikevicius et
+al. 2022, FP8 formats for deep learning, section 3.1, has one a tensor). Linear layers inside the
+blocks are stored so; embedding, output head, norms and routers keep their precision. A rank of tp
+scales its own shard, so that answers of two layouts differ by their rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.linear import deferrable
+from hocket.runtime.parallel import Parallel
+from hocket.runtime.pipeline.stage import Stage
+from hocket.runtime.triton.quantize_rows import quantize_rows
+from hocket.spec.capabilities import NOT_QUANTIZED
+from hocket.spec.errors import ModelError
+
+MULTIPLE = 16
+"""Both sides of a weight are divisible by it, or it keeps its precision (the rule of
+`torch.nn.functional.scaled_mm` on CUDA)."""
+
+Fill = Callable[[Iterable[str]], None]
+
+
+class Fp8Product:
+    """Multiplies rows with weights in 8 bits, as `runtime.linear.linear` takes a product.
+
+    Attributes:
+        scale: [1, out] fp32, of each output.
+    """
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Tensor, weight_t: Tensor) -> Tensor:
+        """`x` [..., in] times `weight_t` [in, out], a view of a weight [out, in]; in bf16."""
+        rows = torch.nn.functional.ScalingType.RowWise
+        few, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+        y: Tensor = torch.nn.functional.scaled_mm(
+            few, weight_t, scale, rows, self.scale, rows, output_dtype=torch.bfloat16
+        )
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def store_in_fp8(parallel: Parallel, fills: Iterable[Fill] = ()) -> list[str]:
+    """Store the linear layers of a rank's blocks in 8 bits, one after the other, in place; to be
+    called before `Parallel.finish`.
+
+    Args:
+        fills: for each stage, what gives parameters of these names their values, so that never
+            more than one of them is whole; empty: they have them.
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        ModelError: there is none.
+    """
+    given, done = list(fills), []
+    for index, stage in enumerate(parallel.stages):
+        for name, layer in _layers(parallel, stage):
+            if given:
+                given[index]([f"{name}.weight"])
+            _store(layer)
+            done.append(name)
+    if not done:
+        raise ModelError(
+            "the blocks of this model have no linear layer whose sides are multiples of "
+            f"{MULTIPLE} on this rank, which is what --quantization fp8 stores in 8 bits",
+            hint="leave --quantization out",
+        )
+    return done
+
+
+def product_of(layers: Iterable[Any]) -> Fp8Product | None:
+    """The product of layers whose weights are stored one below the other; None: not in 8 bits."""
+    products = [getattr(layer, "product", None) for layer in layers]
+    own = [one.scale for one in products if isinstance(one, Fp8Product)]
+    return Fp8Product(torch.cat(own, dim=1)) if own and len(own) == len(products) else None
+
+
+def _layers(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a stage's blocks that are stored in 8 bits, by name."""
+    if parallel.plan.stages is None:
+        return
+    blocks = parallel.plan.stages.layers
+    for name, child in list(stage.module.get_submodule(blocks).named_modules(prefix=blocks)):
+        if not isinstance(child, nn.Linear) or getattr(child, "transposed", False):
+            continue
+        weight = child._parameters.get("weight")
+        if weight is None or name.rpartition(".")[2] in NOT_QUANTIZED:
+            continue
+        if not any(size % MULTIPLE for size in weight.shape):
+            yield name, child
+
+
+@torch.no_grad()
+def _store(layer: Any) -> None:
+    few, scale = quantize_rows(layer.weight.detach())
+    layer._parameters["weight"] = nn.Parameter(few, requires_grad=False)
+    layer.register_buffer("weight_scales", scale.t(), persistent=False)
+    layer.__class__ = deferrable(type(layer))
+    layer.product = Fp8Product(layer.weight_scales)
