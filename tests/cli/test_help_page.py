@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 
 import pytest
@@ -38,6 +39,19 @@ def test_help_fits_two_screens(verb: str, capsys: pytest.CaptureFixture[str]) ->
         assert len(heads(text.partition("examples:")[0])) == len(MOST_USED[verb])
         for topic in re.findall(r"^  (\w+)  ", text.partition("more, by")[2], re.MULTILINE):
             assert printed(capsys, verb, "--help", topic)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_lines_of_the_summary_are_full(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(capsys, verb, "--help")
+    summary = re.split(r"\n\n(?=  \S|[a-z ,]+:\n)", text.partition("\n\n")[2])[0]
+    for paragraph in summary.split("\n\n"):
+        lines = paragraph.strip().splitlines()
+        for line, after in itertools.pairwise(lines):
+            assert len(line) + 1 + len(after.split()[0]) > 80, line
 
 
 @pytest.mark.parametrize("verb", MOST_USED)

@@ -142,7 +142,7 @@ def help_text(verb: str, module: types.ModuleType, topic: str = "") -> str:
     about = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:")[0].strip()
     parts = [
         f"usage: hocket {verb} {used} [OPTIONS]\n".replace("  ", " "),
-        "\n".join(textwrap.fill(text, _width()) for text in about.splitlines()) + "\n",
+        "\n\n".join(textwrap.fill(text, _width()) for text in about.split("\n\n")) + "\n",
     ]
     if places:
         parts.append("".join(_lines(flag) for flag in places))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import FAKE, Cannot, CheckOutcome, row_of
+from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, row_of
 from hocket.doctor.families import FAMILIES, whole_model
 from hocket.doctor.place import Place
 
@@ -79,6 +79,13 @@ CHECKS = (
         unrehearsed="Triton's kernels run on a GPU; tests execute them in Triton's interpreter",
     ),
     _row(
+        "fp8-weights", "a weight in 8 bits, as a server stores it: inputs quantized by one kernel, "
+        "compared with PyTorch's operations, and the matmul with one in fp64",
+        "compare_fp8_weights",
+        "inputs equal bit for bit; differences of at most 2e-2 of the largest entry",
+        capability=(8, 9), rehearsals=(CPU, FAKE),
+    ),
+    _row(
         "lookahead", "eight requests of a tiny Llama, sampled in several ways, with and without "
         "the next step launched before the tokens of this one are read", "lookahead",
         "the same tokens; at most one read of the device a step", seconds=4.0,
@@ -119,6 +126,26 @@ def both(family: str, spread: float = 0.6) -> tuple[Any, Any]:
     for name, buffer in plain.named_buffers():
         own[name].copy_(buffer)
     return plain, served
+
+
+def compare_fp8_weights(place: Place) -> CheckOutcome:
+    """Rows of a batch that decodes and of a long prompt, times a weight of one scale an output."""
+    import torch
+
+    from hocket.runtime.fp8_weights import Fp8Product
+    from hocket.runtime.triton.quantize_rows import quantize_rows, quantized_by_torch
+
+    outer, inner = place.size((4096, 2048), (32, 64))
+    weight, scale = quantize_rows(place.draw(outer, inner, dtype=torch.bfloat16, seed=2))
+    multiply = Fp8Product(scale.t())
+    for rows in (1, 7, place.size(2048, 16)):
+        x = place.draw(rows, inner, dtype=torch.bfloat16, seed=rows)
+        (few, own), (expected, other) = quantize_rows(x), quantized_by_torch(x)
+        place.equal(f"{rows} rows, scales", bool((own == other).all()), True)
+        place.equal(f"{rows} rows, bits", bool((few.float() == expected.float()).all()), True)
+        exact = (few.double() * own) @ (weight.double() * scale).t()
+        place.compare(f"{rows} rows", multiply(x, weight.t()), exact, 2e-2)
+    return place.outcome()
 
 
 def _torch_dtype(name: str) -> Any:
