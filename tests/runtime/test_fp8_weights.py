@@ -30,7 +30,7 @@ SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
-FAMILIES = ("llama", "qwen2", "gemma3_text", "olmo2")
+FAMILIES = ("llama", "qwen2", "gemma3_text", "olmo2", "gpt2")
 
 
 def rounded(values: Tensor) -> Tensor:
@@ -46,9 +46,11 @@ def rounded(values: Tensor) -> Tensor:
 class Rounding(nn.Module):
     """A linear layer whose weight and inputs are rounded so, summed in fp64."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.weight, self.bias = rounded(layer.weight.detach()), layer.bias
+        weight = layer.weight.detach()
+        self.weight = rounded(weight if isinstance(layer, nn.Linear) else weight.t())  # GPT-2's
+        self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = (rounded(x) @ self.weight.t()).to(torch.bfloat16)
@@ -100,14 +102,15 @@ def test_a_stage_computes_what_rounding_plain_transformers_computes(family: str)
     """Every matmul as it is served: chunks of prompts and decoding, merged projections."""
     exact, plain = plain_of(family), plain_of(family)
     stage, names = stored(plain)
-    assert len(names) == 7 * SIZES["num_hidden_layers"]
+    of_layer, together = (4, 0) if family == "gpt2" else (7, 5)
+    assert len(names) == of_layer * SIZES["num_hidden_layers"]
     runner = StageRunner(
         stage, Mesh.single(), plain.config, block_size=4, max_num_seqs=4, max_num_batched_tokens=64,
         max_model_len=40,
     )  # fmt: skip
     assert runner.dtype == torch.bfloat16
     merged = [m for m in stage.module.modules() if isinstance(m, MergedLinear)]
-    assert len(merged) == 5 * SIZES["num_hidden_layers"]
+    assert len(merged) == together * SIZES["num_hidden_layers"]
     errors = []
 
     def compared(expected: Rounding) -> Any:

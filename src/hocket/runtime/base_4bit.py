@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.linear import DeferrableConv1D, deferrable
+from hocket.runtime.linear import block_linears, deferrable, is_transposed
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.spec.errors import LayoutError, ModelError, OptionError
@@ -108,7 +108,7 @@ def require_whole_blocks(parallel: Parallel) -> None:
     """
     layers = [found for stage in parallel.stages for found in _layers(parallel, stage)]
     for name, layer in layers:
-        inputs = layer.weight.shape[0 if _is_transposed(layer) else 1]
+        inputs = layer.weight.shape[0 if is_transposed(layer) else 1]
         if inputs % BLOCK:
             raise LayoutError(
                 f"{name} has {inputs} inputs on this rank; --quantize-base stores blocks of "
@@ -126,26 +126,15 @@ def require_whole_blocks(parallel: Parallel) -> None:
 def _layers(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
     """The frozen linear layers of a stage's blocks, by name; adapters are none."""
     assert parallel.plan.stages is not None
-    blocks = parallel.plan.stages.layers
-    for name, child in list(stage.module.get_submodule(blocks).named_modules(prefix=blocks)):
-        if not isinstance(child, nn.Linear) and not _is_transposed(child):
-            continue
-        weight = child._parameters.get("weight")
-        if weight is not None and not weight.requires_grad:
-            yield name, child
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """Whether a linear layer keeps its weight as [in, out]."""
-    if isinstance(layer, nn.Linear):
-        return bool(getattr(layer, "transposed", False))
-    return issubclass(deferrable(type(layer)), DeferrableConv1D)
+    for name, layer in block_linears(stage.module, parallel.plan.stages.layers):
+        if not layer.weight.requires_grad:
+            yield name, layer
 
 
 def _quantize(layer: Any) -> None:
     weight = layer.weight.detach()
     packed, state = load_library().quantize_4bit(
-        weight.t().contiguous() if _is_transposed(layer) else weight,
+        weight.t().contiguous() if is_transposed(layer) else weight,
         blocksize=BLOCK, quant_type="nf4",
     )  # fmt: skip
     layer._parameters["weight"] = nn.Parameter(packed, requires_grad=False)

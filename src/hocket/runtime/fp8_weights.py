@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.linear import deferrable
+from hocket.runtime.linear import block_linears, deferrable, is_transposed
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.triton.quantize_rows import quantize_rows
@@ -43,7 +43,7 @@ class Fp8Product:
         self.scale = scale
 
     def __call__(self, x: Tensor, weight_t: Tensor) -> Tensor:
-        """`x` [..., in] times `weight_t` [in, out], a view of a weight [out, in]; in bf16."""
+        """`x` [..., in] times `weight_t` [in, out], a view of one stored as [out, in]; in bf16."""
         rows = torch.nn.functional.ScalingType.RowWise
         few, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
         y: Tensor = torch.nn.functional.scaled_mm(
@@ -93,21 +93,18 @@ def _layers(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
     """The linear layers of a stage's blocks that are stored in 8 bits, by name."""
     if parallel.plan.stages is None:
         return
-    blocks = parallel.plan.stages.layers
-    for name, child in list(stage.module.get_submodule(blocks).named_modules(prefix=blocks)):
-        if not isinstance(child, nn.Linear) or getattr(child, "transposed", False):
-            continue
-        weight = child._parameters.get("weight")
-        if weight is None or name.rpartition(".")[2] in NOT_QUANTIZED:
-            continue
-        if not any(size % MULTIPLE for size in weight.shape):
-            yield name, child
+    for name, layer in block_linears(stage.module, parallel.plan.stages.layers):
+        kept = name.rpartition(".")[2] in NOT_QUANTIZED
+        if not kept and not any(size % MULTIPLE for size in layer.weight.shape):
+            yield name, layer
 
 
 @torch.no_grad()
 def _store(layer: Any) -> None:
-    few, scale = quantize_rows(layer.weight.detach())
-    layer._parameters["weight"] = nn.Parameter(few, requires_grad=False)
+    weight, transposed = layer.weight.detach(), is_transposed(layer)
+    few, scale = quantize_rows(weight.t().contiguous() if transposed else weight)
+    # The matmul reads [out, in], by whatever name a layer has it.
+    layer._parameters["weight"] = nn.Parameter(few.t() if transposed else few, requires_grad=False)
     layer.register_buffer("weight_scales", scale.t(), persistent=False)
     layer.__class__ = deferrable(type(layer))
     layer.product = Fp8Product(layer.weight_scales)

@@ -195,6 +195,22 @@ def deferrable(kind: type[nn.Module]) -> type[nn.Module]:
     return kind
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a linear layer keeps its weight as [in, out]."""
+    if isinstance(layer, nn.Linear):
+        return bool(getattr(layer, "transposed", False))
+    return issubclass(deferrable(type(layer)), DeferrableConv1D)
+
+
+def block_linears(module: nn.Module, blocks: str) -> Iterator[tuple[str, Any]]:
+    """The linear layers below `blocks` that have a weight of their own, by name; while they are
+    walked through they may be changed."""
+    for name, child in list(module.get_submodule(blocks).named_modules(prefix=blocks)):
+        known = isinstance(child, nn.Linear) or is_transposed(child)
+        if known and child._parameters.get("weight") is not None:
+            yield name, child
+
+
 def defer_weight_gradients(module: nn.Module, weight_gradients: WeightGradients) -> None:
     """Let every linear layer of `module` use `weight_gradients`; plain ones change their class."""
     child: Any
