@@ -151,3 +151,17 @@ def test_goals_that_one_pool_cannot_meet_name_the_pools(
     assert main([*FLAGS, "12"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "by no number of replicas under this load. vLLM and SGLang meet the goals" in said
+
+
+@pytest.mark.parametrize(("prompt", "rate"), [(8064, 10.0), (4096, 4.0)])
+def test_a_looser_goal_takes_no_more_gpus(prompt: int, rate: float) -> None:
+    """Prompts in larger pieces carry more requests than the lower bound of small ones says."""
+    counts = []
+    for ttft in (1300.0, 1700.0, 2000.0, 3000.0, 6000.0):
+        service = Service(
+            prompt_len=prompt, output_len=128, requests_per_second=rate, ttft_ms=ttft, tpot_ms=30.0
+        )
+        found = pooled(problem(service=service))
+        assert found is not None
+        counts.append(found.num_gpus)
+    assert counts == sorted(counts, reverse=True)

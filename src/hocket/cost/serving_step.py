@@ -337,6 +337,7 @@ def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floa
     one = group(ALL_REDUCE, size, at.tp, np.ones_like(at.tp), at.platform)
     machine = at.platform.machine
     unknown = np.array([not curves.points for curves in machine.curves])[machine.which.astype(int)]
+    unknown = unknown | (at.tp > machine.bridge)  # curves are of the bridged pair
     both = unknown & (machine.link < NVLINK) & (at.tp > SOCKET_GPUS)
     one = np.where(both, one / SOCKET_SHARE, one)
     direct = ONE_SHOT + size * (at.tp - 1) / (ONE_SHOT_SHARE * machine.link)

@@ -362,8 +362,6 @@ def search_deployments(
             replicas = None if asked is None else asked // one.ep
             again = deploy(problem, other, most=most, counted=counted, replicas=replicas)
             deployed = again or deployed
-            if deployed is not None and deployed.gpus <= lower:
-                break
         if deployed is not None:
             best.append(deployed)
     return sorted(best, key=lambda d: (d.gpus, d.latencies.end_to_end.p50))[:top]
