@@ -65,9 +65,9 @@ Written by `docs/reference/write_cli.py` from `hocket.cli.events`; do not edit.
 With `--json`, stdout holds JSON alone; progress of verbs without events goes to stderr.
 
 - `train`, `serve`, `check` and `probe` print events: one object a line, each with `schema` (1)
-  and `event`, a dry run as `result`. `--quiet` leaves out `phase`, `progress` and `note`. A reader
-  ignores events and keys that it does not know; `schema` is raised where one is removed or changes
-  its meaning.
+  and `event`; a dry run prints `result` alone. `--quiet` leaves out `phase`, `progress` and
+  `note`. A reader ignores events and keys that it does not know; `schema` is raised where one is
+  removed or changes its meaning.
 - `generate`, `models`, `doctor --list`, `check --matrix` and `rehearse --matrix` print one object
   a line, one per prompt, model, check or cell. Other verbs print one object.
 - A command that fails prints the event `error` as the last line, and the same text on stderr.

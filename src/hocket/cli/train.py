@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -164,7 +165,10 @@ def _dry_run(flags: Train, said: dict[str, Any]) -> int:
     from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
 
-    with progress(as_json=flags.json) as on_event:
+    with (
+        contextlib.redirect_stdout(sys.stderr if flags.json else sys.stdout),
+        progress() as on_event,
+    ):
         found = dry_run(request({"model": _run_model(said), **said}), JobRecorder(on_event))
     if flags.json:
         from hocket.cli.events import print_result
