@@ -186,7 +186,7 @@ def test_every_device_names_the_family_whose_constants_it_takes() -> None:
 def test_no_layout_is_slower_behind_a_switch_than_over_bridges(
     switched: str, joined: str, stack: str
 ) -> None:
-    """Of links that nobody measured a rate above the switch's would be a guess in their favour."""
+    """Of links without a measurement a rate above the switch's would be a guess in their favour."""
     known = machines()
     assert at_least(known[switched], known[joined])
     layouts = legal("llama-3-8b")

@@ -100,7 +100,7 @@ def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[Cat
 def curves_of(node: Node) -> tuple[CatalogueCurve, ...]:
     """Curves of collectives inside a node: those of its GPU on its kind of link, else of its GPU's
     family, else of the GPU on this kind of link whose rate is nearest, scaled to the node's rate.
-    NVLink that nobody measured, bridges and meshes without a switch, is measured behind a switch.
+    NVLink without a measurement, bridges and meshes, takes the curves behind a switch.
     Empty where nobody measured this kind of link."""
     of_one_node = [c for c in curves() if c.num_nodes == 1]
     known = [c for c in of_one_node if c.topology == node.link.kind]
