@@ -11,7 +11,7 @@ import pytest
 from hocket.jobs.serving import check, request
 from hocket.models.samples import sample_config
 from hocket.models.source import resolve_model
-from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from tests.ranks import RankPool
 
@@ -43,16 +43,20 @@ of them."""
         (GPT_OSS, "cp4", LONG),
         ("deepseek_v2", "cp2", HALF),
         ("gemma2", "cp2", HALF),
+        ("bamba", "tp2.cp2", HALF),
+        ("lfm3", "cp2", HALF),  # whose convolutions read 6 earlier inputs
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_answers_equal_plain_transformers(
     ranks: RankPool, tmp_path: Path, config: Any, layout: str, size: check.CheckedSizes
 ) -> None:
-    """Grouped heads, tensor ranks, stages, windows and sinks, latent vectors, soft caps."""
+    """Grouped heads, tensor ranks, stages, windows and sinks, latent vectors, soft caps, recurrent
+    layers."""
     file, folder = tmp_path / "model.json", tmp_path / "model"
     proxy = isinstance(config, str)
     file.write_text(json.dumps(sample_config(config) if proxy else config))
+    request.legal_server_layout(resolve_model(file), Layout.parse(layout), "cpu")
     check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=proxy, seed=0)
     answers = check.answers_of(ranks.launcher, folder, layout, size)
     (report,) = check.layout_reports(ranks.launcher, folder, {layout: answers}, tmp_path).values()
@@ -74,16 +78,3 @@ def test_what_does_not_divide_is_rejected_before_ranks_start(
     file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
     with pytest.raises(LayoutError, match="cp and with experts over ranks"):
         request.legal_server_layout(resolve_model(file), Layout.parse("dp2.ep2.cp2"), "cpu")
-
-
-def test_a_prompt_over_recurrent_layers_is_rejected_for_their_states(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """Not for the length of sequences, of which a server's request names none."""
-    file, folder = tmp_path / "model.json", tmp_path / "model"
-    file.write_text(json.dumps(sample_config("lfm3")))  # a convolution reads 6 earlier inputs
-    source = resolve_model(file)
-    request.legal_server_layout(source, Layout.parse("cp2"), "cpu")
-    check.prepare_checked_model(ranks.launcher, source, folder, proxy=True, seed=0)
-    with pytest.raises(HocketError, match="keeps recurrent states"):
-        check.answers_of(ranks.launcher, folder, "cp2", check.CheckedSizes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,19 +12,29 @@ torch = pytest.importorskip("torch")
 
 from hocket.jobs.serving import check  # noqa: E402
 from hocket.models import skeleton  # noqa: E402
+from hocket.models.context_scans import replace_scans  # noqa: E402
 from hocket.models.proxy import proxy_of  # noqa: E402
-from hocket.models.recurrent import mixers  # noqa: E402
+from hocket.models.recurrent import (  # noqa: E402
+    MixerCache,
+    StateKey,
+    cache_argument,
+    mixers,
+)
 from hocket.models.samples import sample_config  # noqa: E402
 from hocket.models.skeleton import config_of  # noqa: E402
 from hocket.models.source import resolve_model  # noqa: E402
-from hocket.runtime.mesh import Mesh  # noqa: E402
+from hocket.runtime import record  # noqa: E402
+from hocket.runtime.context_parallel.state import Line  # noqa: E402
+from hocket.runtime.mesh import Axis, Mesh  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
-from hocket.serving.engine import attention  # noqa: E402
+from hocket.serving.engine import attention, states_context  # noqa: E402
 from hocket.serving.engine.attention_kernels import Choice, Chosen  # noqa: E402
 from hocket.serving.engine.families import self_check  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
+from hocket.serving.engine.states_context import ContextStates  # noqa: E402
 from hocket.serving.scheduling.blocks import SnapshotPool  # noqa: E402
-from hocket.spec.errors import LayoutError, ModelError  # noqa: E402
+from hocket.spec.errors import ModelError  # noqa: E402
+from hocket.spec.layout import Layout  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
@@ -86,10 +96,11 @@ def test_a_decode_step_is_captured_and_replayed(config: dict[str, Any]) -> None:
 @pytest.mark.ranks
 @pytest.mark.train
 @pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "nemotron_h"])
-def test_a_hybrid_answers_as_plain_transformers_over_stages(
+def test_a_hybrid_answers_as_plain_transformers_over_stages_and_context_ranks(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    """The first stage of two may have no attention at all."""
+    """The first stage of two may have no attention at all; steps of 32 tokens are split over two
+    context ranks, where scans can continue from another rank's."""
     file, folder = tmp_path / f"{kind}.json", tmp_path / "model"
     file.write_text(json.dumps(sample_config(kind)))
     check.prepare_checked_model(ranks.launcher, resolve_model(file), folder, proxy=True, seed=0)
@@ -97,10 +108,76 @@ def test_a_hybrid_answers_as_plain_transformers_over_stages(
     known = [answer["cached"] for answer in answers if answer["phase"] == "prefix reuse"]
     assert known[1] == 20, "the state before the last block's end was kept"
     assert known[3] == 16, "the state where two prompts part was kept"
-    (report,) = check.layout_reports(ranks.launcher, folder, {"pp2": answers}, tmp_path).values()
-    assert report.ok, report.failures
-    with pytest.raises((ModelError, LayoutError), match="cp"):
-        check.answers_of(ranks.launcher, folder, "cp2", check.CheckedSizes())
+    found = {"pp2": answers}
+    size = check.CheckedSizes(longest=check.longest_of(Layout(cp=2)))
+    if kind == "jamba":
+        with pytest.raises(ModelError, match="a scan of its own"):
+            check.answers_of(ranks.launcher, folder, "cp2", size)
+    else:
+        found["cp2"] = check.answers_of(ranks.launcher, folder, "cp2", size)
+    for report in check.layout_reports(ranks.launcher, folder, found, tmp_path).values():
+        assert report.ok, report.failures
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm3"])
+def test_a_prompt_continues_on_the_next_rank_wherever_it_is_split(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, last states and snapshots of two prompts, with one token a rank and more, fewer than
+    a convolution reads and more."""
+    mixer = next(iter(mixers(proxy_of(config_of(sample_config(kind))).build().eval()).values()))
+    replace_scans(mixer)
+
+    def call(tokens: torch.Tensor, cache: MixerCache | None) -> torch.Tensor:
+        return cast(torch.Tensor, mixer(tokens, **{cache_argument(mixer): cache}))
+
+    class Sent(Line):
+        def take(self, like: torch.Tensor, peer: int) -> torch.Tensor:
+            found = sent[peer].pop(0)
+            assert found.shape == like.shape
+            return found
+
+        def give(self, tensor: torch.Tensor, peer: int) -> None:
+            sent[peer - 1].append(tensor.clone())
+
+    monkeypatch.setattr(states_context, "Line", Sent)
+    width = next(m for m in mixer.modules() if isinstance(m, torch.nn.Linear)).in_features
+    torch.manual_seed(0)
+    hidden, notes = torch.randn(1, 17, width), MixerCache(None)
+    with torch.no_grad():
+        call(hidden, notes)
+        prompts = [(0, 5, 0, ((2, 2),)), (5, 12, 1, ((4, 3), (7, 4)))]
+
+        def pools() -> dict[StateKey, torch.Tensor]:
+            return {key: torch.zeros(5, *shape) for key, (shape, _) in notes.shapes.items()}
+
+        expected, outputs = pools(), []
+        for first, count, slot, cuts in prompts:
+            for length, place in (*cuts, (count, slot)):
+                cache = MixerCache({k: p[place : place + 1] for k, p in expected.items()})
+                out = call(hidden[:, first : first + length], cache)
+            outputs.append(out)
+        for each in (1, 2, 3, 7, 9, 16):
+            size = -(-17 // each)
+            sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(size)}
+            found, got = pools(), []
+            for rank in range(size):
+                axis, own = Axis("cp", size, rank, tuple(range(size)), None), pools()
+                step = ContextStates(
+                    17, each, torch.zeros(0, dtype=torch.long), prompts, axis, record.Recorder(rank)
+                )
+                tokens = torch.nn.functional.pad(hidden, (0, 0, 0, each))
+                got.append(step.run(own, call, tokens[:, rank * each : (rank + 1) * each]))
+                for first, count, slot, cuts in prompts:
+                    for length, place in (*cuts, (count, slot)):
+                        if (first + length - 1) // each == rank:
+                            for key, pool in found.items():
+                                pool[place] = own[key][place]
+            assert not any(sent.values())
+            torch.testing.assert_close(
+                torch.cat(got, 1)[:, :17], torch.cat(outputs, 1), rtol=1e-4, atol=1e-5
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # --- the scheduler's side, without torch ----------------------------------------------------------

@@ -4,7 +4,8 @@ A recurrent mixer (Mamba2, Gated DeltaNet, Kimi Delta Attention) or a short conv
 things that look at earlier tokens: `causal_conv1d_fn`, and the scan of its family. Both are
 functions of its module. Here they are replaced by functions that cut a rank's tokens into its two
 chunks and ask `ContextParallel` what came before each; while no mixer of a split model runs, they
-are transformers' own. No model code changes.
+are transformers' own. No model code changes. A server's prompts are cut into one run of tokens a
+rank, whose convolutions find the inputs before them in the cache (`continuing`).
 
 All chunks of a sequence are scanned at once, each from zero. Scans are linear in the state h that
 they begin at, so what h adds is added afterwards:
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,14 +58,19 @@ def split_states(model: nn.Module) -> None:
     for module in model.modules():
         if not splits_state(module):
             continue
-        names = inspect.unwrap(type(module).forward).__globals__
-        for name, replaced in _REPLACED.items():
-            own = names.get(name)
-            if own is not None and not hasattr(own, "over_chunks"):
-                names[name] = _over_chunks(own, replaced)
+        replace_scans(module)
         if _begins not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_begins)
             module.register_forward_hook(_ends, always_call=True)
+
+
+def replace_scans(mixer: nn.Module) -> None:
+    """Replace the functions that a mixer calls; each is its own until something is running."""
+    names = inspect.unwrap(type(mixer).forward).__globals__
+    for name, replaced in _REPLACED.items():
+        own = names.get(name)
+        if own is not None and not hasattr(own, "over_chunks"):
+            names[name] = _over_chunks(own, replaced)
 
 
 def state_sizes(model: nn.Module, hidden_size: int) -> dict[str, Handed]:
@@ -93,6 +100,17 @@ def state_sizes(model: nn.Module, hidden_size: int) -> dict[str, Handed]:
     return found
 
 
+@contextmanager
+def continuing(cache: Any) -> Iterator[None]:
+    """Within, scans continue from what `cache.previous_states` returns. None: from what they are
+    given."""
+    _RUNNING.append(cache)
+    try:
+        yield
+    finally:
+        _RUNNING.pop()
+
+
 def _begins(module: nn.Module, args: Any) -> None:
     _RUNNING.append(getattr(module, ATTRIBUTE, None))
 
@@ -114,14 +132,14 @@ def _over_chunks(own: Callable[..., Any], replaced: Callable[..., Any]) -> Calla
     return function
 
 
-def _chunks(tensor: Tensor) -> Tensor:
-    """[B, L, ...] to [2B, L/2, ...]: front chunks of all rows, then back chunks."""
-    return torch.unflatten(tensor, 1, (2, -1)).transpose(0, 1).flatten(0, 1)
+def _chunks(tensor: Tensor, count: int) -> Tensor:
+    """[B, L, ...] to [count B, L/count, ...]: front chunks of all rows, then back chunks."""
+    return torch.unflatten(tensor, 1, (count, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def _whole(chunks: Tensor) -> Tensor:
+def _whole(chunks: Tensor, count: int) -> Tensor:
     """The inverse of `_chunks`."""
-    return torch.unflatten(chunks, 0, (2, -1)).transpose(0, 1).flatten(1, 2).contiguous()
+    return torch.unflatten(chunks, 0, (count, -1)).transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _convolution(
@@ -133,6 +151,8 @@ def _convolution(
     **options: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: [B, C, L] to the same."""
+    if context.chunks == 1:  # its cache has put the inputs before them
+        return own(hidden_states, weight, bias, **options)
     width = weight.shape[-1] - 1
     before = context.previous_inputs(hidden_states, width)
     chunks = torch.unflatten(hidden_states, -1, (2, -1)).movedim(-2, 0)
@@ -156,11 +176,11 @@ def _mamba2(  # noqa: PLR0917  as transformers calls it
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """`mamba2_chunk_scan`: inputs [B, L, H, P], step sizes [B, L, H], A [H], B and C [B, L, G, N]
-    to [B, L, H, P]."""
-    _begins_at_zero(initial_states, return_final_states)
-    hidden_states, dt, B, C = (_chunks(each) for each in (hidden_states, dt, B, C))
+    to [B, L, H, P], and the last states [B, H, P, N] where they are asked for."""
+    count = _chunks_of(context, initial_states, return_final_states)
+    hidden_states, dt, B, C = (_chunks(each, count) for each in (hidden_states, dt, B, C))
     out, ends = own(
         hidden_states, dt, A, B, C, chunk_size=chunk_size, dt_bias=dt_bias,
         dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True, **options,
@@ -168,14 +188,15 @@ def _mamba2(  # noqa: PLR0917  as transformers calls it
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (nn.functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     decay = (A.to(ends.dtype) * steps.to(ends.dtype)).cumsum(1).exp()
+    last = decay[:, -1, :, None, None]
     before = context.previous_states(
-        torch.unflatten(ends, 0, (2, -1)),
-        torch.unflatten(decay[:, -1], 0, (2, -1))[..., None, None],
-    )
+        torch.unflatten(ends, 0, (count, -1)), torch.unflatten(last, 0, (count, -1))
+    ).flatten(0, 1)
     groups = C.shape[2]
-    begin = torch.unflatten(before.flatten(0, 1), 1, (groups, -1))
+    begin = torch.unflatten(before, 1, (groups, -1))
     more = torch.einsum("blgn,bghpn->blghp", C.to(ends.dtype), begin).flatten(2, 3)
-    return _whole(out + (more * decay[..., None]).to(out.dtype))
+    found = _whole(out + (more * decay[..., None]).to(out.dtype), count)
+    return (found, ends + last * before) if return_final_states else found
 
 
 def _delta_rule(  # noqa: PLR0917  as transformers calls it
@@ -189,11 +210,12 @@ def _delta_rule(  # noqa: PLR0917  as transformers calls it
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """`torch_chunk_gated_delta_rule` and Kimi's: queries and keys [B, L, Hk, Dk], values
-    [B, L, H, Dv], decays [B, L, H] (or of each key entry), beta [B, L, H] to [B, L, H, Dv]."""
-    _begins_at_zero(initial_state, output_final_state)
-    query, key, value, g, beta = (_chunks(each) for each in (query, key, value, g, beta))
+    [B, L, H, Dv], decays [B, L, H] (or of each key entry), beta [B, L, H] to [B, L, H, Dv], and
+    the last states [B, H, Dk, Dv] where they are asked for."""
+    count = _chunks_of(context, initial_state, output_final_state)
+    query, key, value, g, beta = (_chunks(each, count) for each in (query, key, value, g, beta))
     keys, values = key.shape[-1], value.shape[-1]
     wide = torch.cat([value, value.new_zeros(*value.shape[:-1], keys)], -1)
     begin = torch.eye(keys, dtype=torch.float32, device=value.device)
@@ -202,19 +224,24 @@ def _delta_rule(  # noqa: PLR0917  as transformers calls it
     out, ends = own(
         query, key, wide, g=g, beta=beta, initial_state=begin, output_final_state=True, **options
     )
-    ends = torch.unflatten(ends, 0, (2, -1))
-    before = context.previous_states(ends[..., :values], ends[..., values:], matrix=True)
+    ends, factor = (
+        torch.unflatten(each, 0, (count, -1)) for each in (ends[..., :values], ends[..., values:])
+    )
+    before = context.previous_states(ends, factor, matrix=True)
     more = torch.einsum("blhk,bhkv->blhv", out[..., values:].to(before.dtype), before.flatten(0, 1))
-    return _whole(out[..., :values] + more.to(out.dtype)), None
+    found = _whole(out[..., :values] + more.to(out.dtype), count)
+    return found, (ends + factor @ before).flatten(0, 1) if output_final_state else None
 
 
 def _fused(own: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> None:
     """A kernel for a whole mixer: none, so that the mixer calls its convolution and its scan."""
 
 
-def _begins_at_zero(initial: Tensor | None, returned: bool) -> None:
-    if initial is not None or returned:
+def _chunks_of(context: Any, initial: Tensor | None, returned: bool) -> int:
+    """Chunks of a sequence on a rank. A cache, which a server's alone has, is of one."""
+    if initial is not None or returned != (context.chunks == 1):
         raise ModelError("its scan continues a cache, whose tokens cp does not split")
+    return int(context.chunks)
 
 
 _SCANS: dict[str, Callable[..., Any]] = {

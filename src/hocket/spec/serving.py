@@ -14,6 +14,10 @@ from hocket.spec.layout import Layout
 BLOCK_SIZE = 16
 """Tokens of a block on CPU, and in estimates that are made before a GPU's kernels are chosen."""
 
+SPLIT_TOKENS = 16
+"""Tokens of each context rank from which on a step is split; of fewer, gathering costs more than
+computing them on every rank."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions:

@@ -31,7 +31,7 @@ from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import Workload
 from hocket.spec.served_check import ServedCheck
-from hocket.spec.serving import replica_layout
+from hocket.spec.serving import SPLIT_TOKENS, replica_layout
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.llm import LLM, Completion
@@ -125,14 +125,14 @@ def served_check(
         say("checking that the architecture can be split")
         replica = replica_layout(layout)
         require_equal(launcher, source, replica, attention=options.attention, loss=False)
-        directory, longest = source.directory, LONGEST
+        directory, longest = source.directory, longest_of(replica)
         if source.weights is None or directory is None:
             say("random weights")
             directory = Path(folder) / "model"
             made = prepare_checked_model(
                 launcher, source, directory, proxy=False, seed=options.seed
             )
-            longest = min(LONGEST, made["longest"] or LONGEST)
+            longest = min(longest, made["longest"] or longest)
         say(f"{layout.axes_text()}, {layout.world_size} ranks")
         shared = {name: getattr(options, name) for name in ("device", "backend", "threads", "seed")}
         answers = answers_of(
@@ -164,8 +164,9 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
         directory = Path(folder) / "model"
         try:
             made = prepare_checked_model(launcher, source, directory, proxy=True, seed=0)
-            size = CheckedSizes(longest=min(LONGEST, made["longest"] or LONGEST))
             fitting = _fitting(made["config"], layout)
+            longest = longest_of(fitting)
+            size = CheckedSizes(longest=min(longest, made["longest"] or longest))
             trust = source.trust_remote_code
             options: Any = {"device": "cpu", "trust_remote_code": trust}
             answers = answers_of(launcher, directory, fitting, size, **options)
@@ -227,6 +228,11 @@ def launcher_of(device: str, threads: int) -> Launcher:
         device, threads, preload=(*preload, "hocket.runtime.shm"),
         environment={"OMP_WAIT_POLICY": passive},
     )  # fmt: skip
+
+
+def longest_of(layout: Layout) -> int:
+    """Tokens of the longest sequence: over context ranks so many that its chunks are split."""
+    return LONGEST if layout.cp == 1 else max(LONGEST, 2 * SPLIT_TOKENS * layout.cp)
 
 
 def checked_sizes(source: ModelSource, longest: int, device: str) -> CheckedSizes:

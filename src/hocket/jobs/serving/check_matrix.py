@@ -155,7 +155,8 @@ class _Row:
         for text in self.layouts:
             try:
                 source = resolve_model(directory)
-                longest = min(check.LONGEST, made["longest"] or check.LONGEST)
+                longest = check.longest_of(Layout.parse(text))
+                longest = min(longest, made["longest"] or longest)
                 size = check.checked_sizes(source, longest, "cpu")
                 answers[text] = check.answers_of(self.warm.launcher, directory, text, size)
             except HocketError as error:

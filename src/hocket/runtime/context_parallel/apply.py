@@ -29,6 +29,9 @@ class ContextParallel:
             rank has divide over the axis, else the ring.
     """
 
+    chunks = 2
+    """Of a sequence, on each rank (`state`)."""
+
     def __init__(self, axis: Axis, recorder: Recorder, kind: str = "auto") -> None:
         assert kind in ("ring", "ulysses", "auto"), kind
         self.axis = axis

@@ -104,8 +104,8 @@ class _Inputs(torch.autograd.Function):
         return torch.stack([front, back]), None, None
 
 
-class _Line:
-    """Messages of one pass along the front chunks and back along the back chunks."""
+class Line:
+    """Messages of one pass along the ranks, and back."""
 
     def __init__(self, axis: Axis, recorder: Recorder) -> None:
         self.axis, self.recorder = axis, recorder
@@ -126,6 +126,7 @@ class _Line:
             self.sent.append((tensor, isend(tensor, self.axis, peer, self.recorder)))
 
     def end(self) -> None:
+        """Wait until all that was sent has left."""
         for _, work in self.sent:
             work.wait()
 
@@ -137,7 +138,7 @@ class _States(torch.autograd.Function):
     def forward(  # type: ignore[override]  # noqa: PLR0917
         ctx: Any, ends: Tensor, decay: Tensor, matrix: bool, axis: Axis, recorder: Recorder
     ) -> Tensor:  # fmt: skip
-        me, line = axis.index, _Line(axis, recorder)
+        me, line = axis.index, Line(axis, recorder)
 
         def end(chunk: int, before: Tensor) -> Tensor:
             factor = decay[chunk]
@@ -159,7 +160,7 @@ class _States(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         decay, before = ctx.saved_tensors
         axis, recorder = ctx.among
-        me, line = axis.index, _Line(axis, recorder)
+        me, line = axis.index, Line(axis, recorder)
 
         def start(chunk: int, of_end: Tensor) -> Tensor:
             factor = decay[chunk]

@@ -38,10 +38,7 @@ from hocket.serving.engine.attention_pieces import (
 )
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
-
-SPLIT_TOKENS = 16
-"""Tokens of each rank from which on a step is split; of fewer, gathering costs more than computing
-them everywhere."""
+from hocket.spec.serving import SPLIT_TOKENS
 
 _PIECE = 1024
 """Cached tokens of a row that are gathered at once."""

@@ -58,7 +58,7 @@ from hocket.serving.engine.projections import (
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.states import RecurrentStates, StateStep
 from hocket.serving.scheduling.step import StepPlan
-from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.errors import OptionError
 from hocket.spec.serving import BLOCK_SIZE
 
 _WIDE = 1_500_000
@@ -191,13 +191,7 @@ class StageRunner:
     def _over_context_ranks(self) -> None:
         """Raise for what does not go over context ranks."""
         ranks = self.context.size
-        if self.states:
-            kind = getattr(self.config, "model_type", type(self.stage.module).__name__)
-            raise ModelError(
-                f"{kind!r} keeps recurrent states, which pass from token to token: its prompts do "
-                f"not split over cp {ranks}",
-                hint="cp1",
-            )
+        self.states.over_ranks()
         if self.block_size % ranks:
             raise OptionError(
                 f"blocks of {self.block_size} tokens do not divide over cp {ranks}",
@@ -370,7 +364,7 @@ class StageRunner:
         self.tables.apply(plan)
         step = indices(plan, self.tables, self.block_size)
         if self.context.size > 1:
-            return self._run_part(step, hidden)
+            return self._run_part(plan, step, hidden)
         if self.threads > 1:
             torch.set_num_threads(self._threads_of(step.num_tokens))
         attention = CpuAttention(self.cache, step, self._kernels)
@@ -384,13 +378,16 @@ class StageRunner:
         """Tokens of a plan that this rank computes."""
         return local_tokens(len(plan.tokens), self.context.size)
 
-    def _run_part(self, step: StepIndices, hidden: Tensor | None) -> Tensor:
+    def _run_part(self, plan: StepPlan, step: StepIndices, hidden: Tensor | None) -> Tensor:
         """A context rank's part of a step; on the last stage the logits of all of it."""
         assert self.cache is not None
         context, recorder = self.context, self.mesh.recorder
         mine = ContextStep.of(step, context, self.device)
         attention = ContextAttention(self.cache, mine, context, recorder)
-        output = self._forward(mine.local(), hidden, attention)
+        states = self.states.begin_over(plan, context, recorder)
+        output = self._forward(mine.local(), hidden, attention, states)
+        if states is not None:
+            self.states.end(states)
         if not self.stage.is_last or not mine.split:
             return output
         return all_gather(output, context, recorder, sizes=mine.wanted_counts(context.size))

@@ -23,8 +23,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hocket.models.context_scans import replace_scans, splits_state
 from hocket.models.recurrent import Call, MixerCache, StateKey, interpose
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+from hocket.serving.engine.attention_context import local_tokens
+from hocket.serving.engine.states_context import ContextStates
 from hocket.serving.scheduling.step import StepPlan
+from hocket.spec.errors import ModelError
 
 Shapes = dict[StateKey, tuple[tuple[int, ...], torch.dtype]]
 """Of one mixer: by state, the shape of a row's and its dtype."""
@@ -49,11 +55,13 @@ class StateStep:
         slots: [R] int64, of the rows that decode, which come first.
         chunks: the other rows.
         saved: slots and the snapshots that they are copied to after the step.
+        split: where the step's tokens are split over context ranks.
     """
 
     slots: Tensor
     chunks: list[StateChunk]
     saved: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    split: ContextStates | None = None
 
 
 class RecurrentStates:
@@ -102,6 +110,21 @@ class RecurrentStates:
         """Give the pools back."""
         self._pools = []
 
+    def over_ranks(self) -> None:
+        """Let the mixers continue from other context ranks.
+
+        Raises:
+            ModelError: a scan cannot.
+        """
+        for mixer in self.mixers:
+            if not splits_state(mixer):
+                raise ModelError(
+                    f"{type(mixer).__name__} keeps a recurrent state by a scan of its own, which "
+                    "cannot continue from another rank's: its prompts are not split over cp",
+                    hint="cp1",
+                )
+            replace_scans(mixer)
+
     # --- a step --------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, slots: Tensor | None = None) -> StateStep:
@@ -134,8 +157,26 @@ class RecurrentStates:
             at += row.count
         return StateStep(slots[:num_decode], chunks, saved)
 
+    def begin_over(self, plan: StepPlan, axis: Axis, recorder: Recorder) -> StateStep | None:
+        """As `begin` on a context rank, whose step may be split (`attention_context`). None:
+        there are no mixers."""
+        if not self.mixers:
+            return None
+        step, count, slots = self.begin(plan), len(plan.tokens), self._slots
+        step.slots = step.slots.to(next(self._every()).device)
+        each = local_tokens(count, axis.size)
+        if each < count:
+            prompts = [
+                (a.first, a.count, a.slot, tuple((cut, slots + save) for cut, save in a.cuts))
+                for a in step.chunks
+            ]
+            step.split = ContextStates(count, each, step.slots, prompts, axis, recorder)
+        return step
+
     def end(self, step: StateStep) -> None:
         """Take the snapshots of rows' last states."""
+        if step.split is not None:
+            step.split.spread(self._pools)
         self._copy([(slot, self._slots + save) for slot, save in step.saved])
 
     @contextmanager
@@ -171,6 +212,8 @@ class RecurrentStates:
             self.shapes[number] = cache.shapes
             return out
         pools = self._pools[number]
+        if step.split is not None:
+            return step.split.run(pools, call, hidden)
         parts: list[Tensor] = []
         count = step.slots.shape[0]
         if count:
