@@ -24,18 +24,19 @@ from hocket.models.samples import sample_config  # noqa: E402
 from hocket.models.skeleton import config_of  # noqa: E402
 from hocket.models.source import resolve_model  # noqa: E402
 from hocket.runtime import record  # noqa: E402
-from hocket.runtime.context_parallel.state import Line  # noqa: E402
 from hocket.runtime.mesh import Axis, Mesh  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
-from hocket.serving.engine import attention, states_context  # noqa: E402
+from hocket.serving.engine import attention  # noqa: E402
 from hocket.serving.engine.attention_kernels import Choice, Chosen  # noqa: E402
 from hocket.serving.engine.families import self_check  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.engine.states_context import ContextStates  # noqa: E402
 from hocket.serving.scheduling.blocks import SnapshotPool  # noqa: E402
+from hocket.simulation.nccl import Trace  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
 from hocket.spec.layout import Layout  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
+from tests.runtime_pipeline.test_message_order import Group, Noted, complete  # noqa: E402
 from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
 from tests.serving.test_scheduler import Replica, limits, request  # noqa: E402
@@ -119,28 +120,38 @@ def test_a_hybrid_answers_as_plain_transformers_over_stages_and_context_ranks(
         assert report.ok, report.failures
 
 
+class Handing(Group):
+    """A process group of ranks that run one after the other, each after those it receives from."""
+
+    def __init__(self, trace: Trace, ranks: tuple[int, ...], sent: Sent) -> None:
+        super().__init__(trace, ranks)
+        self.sent = sent
+
+    def send(self, tensors: list[Any], peer: int, tag: int) -> Noted:
+        self.sent.setdefault((self.trace.rank, peer), []).append(tensors[0].clone())
+        return super().send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Any], peer: int, tag: int) -> Noted:
+        found = self.sent[peer, self.trace.rank].pop(0)
+        assert found.shape == tensors[0].shape
+        tensors[0].copy_(found)
+        return super().recv(tensors, peer, tag)
+
+
+Sent = dict[tuple[int, int], list[torch.Tensor]]
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm3"])
-def test_a_prompt_continues_on_the_next_rank_wherever_it_is_split(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_continues_on_the_next_rank_wherever_it_is_split(kind: str) -> None:
     """Outputs, last states and snapshots of two prompts, with one token a rank and more, fewer than
-    a convolution reads and more."""
+    a convolution reads and more. Messages complete by NCCL's rules, and each end of a rank inside
+    a prompt costs the mixer's states once."""
     mixer = next(iter(mixers(proxy_of(config_of(sample_config(kind))).build().eval()).values()))
     replace_scans(mixer)
 
     def call(tokens: torch.Tensor, cache: MixerCache | None) -> torch.Tensor:
         return cast(torch.Tensor, mixer(tokens, **{cache_argument(mixer): cache}))
 
-    class Sent(Line):
-        def take(self, like: torch.Tensor, peer: int) -> torch.Tensor:
-            found = sent[peer].pop(0)
-            assert found.shape == like.shape
-            return found
-
-        def give(self, tensor: torch.Tensor, peer: int) -> None:
-            sent[peer - 1].append(tensor.clone())
-
-    monkeypatch.setattr(states_context, "Line", Sent)
     width = next(m for m in mixer.modules() if isinstance(m, torch.nn.Linear)).in_features
     torch.manual_seed(0)
     hidden, notes = torch.randn(1, 17, width), MixerCache(None)
@@ -159,10 +170,12 @@ def test_a_prompt_continues_on_the_next_rank_wherever_it_is_split(
             outputs.append(out)
         for each in (1, 2, 3, 7, 9, 16):
             size = -(-17 // each)
-            sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(size)}
+            sent: Sent = {}
             found, got = pools(), []
-            for rank in range(size):
-                axis, own = Axis("cp", size, rank, tuple(range(size)), None), pools()
+            traces = [Trace(rank) for rank in range(size)]
+            for rank, trace in enumerate(traces):
+                group: Any = Handing(trace, tuple(range(size)), sent)
+                axis, own = Axis("cp", size, rank, tuple(range(size)), group), pools()
                 step = ContextStates(
                     17, each, torch.zeros(0, dtype=torch.long), prompts, axis, record.Recorder(rank)
                 )
@@ -173,7 +186,11 @@ def test_a_prompt_continues_on_the_next_rank_wherever_it_is_split(
                         if (first + length - 1) // each == rank:
                             for key, pool in found.items():
                                 pool[place] = own[key][place]
-            assert not any(sent.values())
+            complete(traces)
+            each_state = sum(pool[0].numel() for pool in found.values())
+            inside = sum(0 < rank * each != 5 for rank in range(size))
+            numbers = [op.numel for trace in traces for op in trace.ops if op.name == "send"]
+            assert sum(numbers) == inside * each_state
             torch.testing.assert_close(
                 torch.cat(got, 1)[:, :17], torch.cat(outputs, 1), rtol=1e-4, atol=1e-5
             )
