@@ -19,7 +19,7 @@ import dataclasses
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from hocket.spec.matrix import (
     Cell,
     Matrix,
     TypeRow,
-    merged_rows,
 )
 
 PAGE = Path(__file__).with_name("families.md")
@@ -280,6 +279,19 @@ def unpacked(text: str) -> tuple[TypeRow, ...]:
         cells.sort(key=lambda cell: layouts.index(cell.layout))
         rows.append(TypeRow(**{**line, "cells": tuple(cells)}))
     return tuple(rows)
+
+
+def merged_rows(rows: Iterable[TypeRow]) -> tuple[TypeRow, ...]:
+    """Rows of several runs, one for each type: a later cell of a layout takes the earlier's
+    place."""
+    found: dict[str, TypeRow] = {}
+    for row in rows:
+        old = found.get(row.kind)
+        if old is not None:
+            cells = {cell.layout: cell for cell in (*old.cells, *row.cells)}
+            row = dataclasses.replace(row, cells=tuple(cells.values()))
+        found[row.kind] = row
+    return tuple(found[kind] for kind in sorted(found))
 
 
 def read(kept: Path, files: Sequence[Path] = ()) -> tuple[TypeRow, ...]:

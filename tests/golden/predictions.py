@@ -207,9 +207,10 @@ def _chosen_here() -> dict[str, Any]:
         layouts = machine_choice.candidate_layouts(shape, work, 4)
 
         def ranked(shape: Any = shape, small: Any = small, layouts: Any = layouts) -> Any:
-            best, _ = machine_choice.choose_layout(
+            every = machine_choice.evaluate_layouts(
                 shape, work, small, layouts, otherwise=lambda: machine_choice.leaner(layouts)
             )
+            best, _ = machine_choice.best_of(every, shape, work)
             return {
                 f"{place} {one.layout}": [one.step_seconds, one.memory, one.chosen]
                 for place, one in enumerate(best.alternatives)

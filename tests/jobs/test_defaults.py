@@ -12,9 +12,10 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import defaults, dry_run, precision
 from hocket.jobs.request import request
-from hocket.jobs.validate import MICROBATCH_TOKENS, resolved_microbatches
+from hocket.jobs.validate import resolved_microbatches
 from hocket.models.source import ModelSource, resolve_model
 from hocket.probing import devices
+from hocket.spec import legality
 from hocket.spec.errors import OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -102,7 +103,9 @@ def test_microbatches_bound_the_tokens_of_one_forward() -> None:
     assert found("dp1", seq_len=256, global_batch=32) == 1
     assert found("dp8", seq_len=4096, global_batch=64) == 4
     assert found("dp1", seq_len=131072, global_batch=3) == 3
-    assert found("dp1", seq_len=64, global_batch=7 * 128) * MICROBATCH_TOKENS >= 64 * 7 * 128
+    assert (
+        found("dp1", seq_len=64, global_batch=7 * 128) * legality.MICROBATCH_TOKENS >= 64 * 7 * 128
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from hocket.catalogue import shapes
 from hocket.cost.layout_batch import NAMES, SCHEDULES
+from hocket.jobs.validate import resolved_microbatches
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
     Layouts,
@@ -23,12 +25,16 @@ from hocket.schedules.registry import build_schedule
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.run import Workload
 from tests.support.columns import layout_columns
 
 SMALL = decoder(
     layers=6, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="small"
 )
 
+
+MIXTURE = shapes.shape("tiny-mixtral")
 
 LONG = decoder(
     layers=24, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="long"
@@ -125,6 +131,7 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
         ({"tp": 3}, "does not divide its 8 heads; it may be 1, 2, 4, 8"),
         ({"pp": 7}, "6 layers, fewer than pp 7"),
         ({"ep": 2}, "it has no experts to divide"),
+        ({"etp": 1}, "it has no experts to divide"),
         ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
         ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
         ({"tp": 1, "sequence_parallel": True}, "over tensor ranks, and tp is pinned at 1"),
@@ -141,10 +148,11 @@ def test_ep_may_be_pinned_by_itself() -> None:
     assert layout_pins(["ep=4", "dp=8"]) == {"ep": 4, "dp": 8}
 
 
-def test_what_runs_here_is_what_the_table_of_capabilities_says() -> None:
-    found = legal_layouts(SMALL, 8, 64, 12)
+@pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])
+def test_what_runs_here_is_what_the_table_of_capabilities_says(model: ModelShape) -> None:
+    found = legal_layouts(model, 8, 64, 12, domain=2)
     assert runs_here(found).tolist() == [runs(one) for one in layouts(found)]
-    here = legal_layouts(SMALL, 8, 64, 12, here=True)
+    here = legal_layouts(model, 8, 64, 12, here=True, domain=2)
     assert sorted(map(str, layouts(here))) == sorted(
         str(one) for one in layouts(found) if runs(one)
     )
@@ -164,16 +172,33 @@ def test_a_degree_that_divides_no_heads_is_not_there() -> None:
         "pp2.tp2:schedule=interleaved,microbatches=4,virtual_stages=3",
         "pp4:schedule=zero-bubble,microbatches=6",
         "pp2:schedule=zb-v,microbatches=3,virtual_stages=2",
+        "dp2.tp2.etp1:microbatches=1",
+        "dp2.tp2.ep2:microbatches=1",
+        "dp2.tp2.ep4.etp1:microbatches=1",
     ],
 )
 def test_a_layout_goes_into_a_row_and_comes_back(text: str) -> None:
     layout = Layout.parse(text)
-    assert layout_at(row(layout, SMALL, 64, 12), 0) == layout
+    model = MIXTURE if layout.splits_experts else SMALL
+    assert layout_at(row(layout, model, 64, 12), 0) == layout
 
 
 def test_open_microbatches_are_resolved() -> None:
     assert layout_at(row(Layout.parse("dp2.pp2"), SMALL, 64, 16), 0).microbatches == 4
     assert layout_at(row(Layout.parse("dp2"), SMALL, 64, 16), 0).microbatches == 1
+    # As a run resolves them: at most 8,192 tokens at once.
+    long = layout_at(row(Layout.parse("dp2"), SMALL, 4096, 16), 0)
+    work = Workload(seq_len=4096, global_batch=16)
+    assert long.microbatches == 4 == resolved_microbatches(Layout.parse("dp2"), work)
+
+
+def test_a_cut_by_hand_is_estimated_as_the_same_cut_by_name() -> None:
+    named, by_hand = (
+        row(Layout.parse(f"pp4:microbatches=6,pipeline_split={cut}"), SMALL, 64, 12)
+        for cut in ("light-ends", "1-2-2-1")
+    )
+    assert named == by_hand
+    assert not row(Layout.parse("pp4:pipeline_split=2-2-1-1"), SMALL, 64, 12).lighter[0]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +210,7 @@ def test_open_microbatches_are_resolved() -> None:
         ("dp2:microbatches=4", "does not divide into 4 microbatches"),
         ("cp64", "does not divide over 2 x cp"),
         ("dp2.ep2", "has no experts to divide"),
+        ("tp2.etp1", "has no experts to divide"),
         ("dp2:sequence_parallel=true", "over tensor ranks, and tp is 1"),
     ],
 )

@@ -7,9 +7,11 @@ import itertools
 
 import pytest
 
+from hocket.catalogue import models, shapes
 from hocket.jobs import validate as validation
 from hocket.jobs.validate import validate_layout
 from hocket.models.dimensions import Dimensions
+from hocket.models.dimensions import dimensions as of_config
 from hocket.planning import machine_choice
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import layout_at, legal_layouts, row, tensor_degrees
@@ -136,6 +138,17 @@ def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
         )
     }
     assert meshes == expected
+
+
+def test_no_proposal_of_experts_is_refused() -> None:
+    """With hybrid sharding among them, which the state of experts over ranks does not have."""
+    name = "tiny-mixtral"
+    found = legal_layouts(shapes.shape(name), 8, SEQ_LEN, BATCH, here=True, domain=2)
+    proposed = [layout_at(found, index) for index in range(len(found))]
+    assert any(one.shard and not one.splits_experts for one in proposed)
+    assert {one.ep for one in proposed} > {1, 2}
+    for one in proposed:
+        assert validate_layout(of_config(models.config(name)), one, WORKLOAD) == one
 
 
 @pytest.mark.parametrize("sizes", MODELS, ids=str)

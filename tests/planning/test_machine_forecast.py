@@ -12,8 +12,8 @@ from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates, interpolated_seconds
 from hocket.cost.measured_stage import Microbatch, stage_seconds
 from hocket.planning.machine_choice import (
+    best_of,
     candidate_layouts,
-    choose_layout,
     evaluate_layouts,
     leaner,
 )
@@ -36,12 +36,21 @@ from hocket.spec.measured import (
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.process_groups import named_groups
 from hocket.spec.run import Workload
+from hocket.spec.timeline import Timeline
 
 RATE = 1e10
 """Operations/s of every product."""
 
 SHAPE = shapes.shape("tiny-llama")
 WORK = Workload(seq_len=128, global_batch=8)
+
+
+def chosen(
+    machine: MeasuredMachine, layouts: list[Layout], *, shown: int = 12, **more: Any
+) -> tuple[Forecast, Timeline]:
+    """The fastest that fits, with what else was considered."""
+    ranked = evaluate_layouts(SHAPE, WORK, machine, layouts, shown=shown, **more)
+    return best_of(ranked, SHAPE, WORK, shown)
 
 
 def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> MachineMeasurements:
@@ -192,8 +201,8 @@ def test_slow_links_turn_the_choice_away_from_tensor_parallelism() -> None:
     pair = [Layout.parse("tp2:microbatches=1"), Layout.parse("pp2:microbatches=8")]
     fast = MeasuredMachine(measured=measured(latency=1e-7, rate=1e12))
     slow = dataclasses.replace(fast, wires=Wires.parse("net100g:scale=20000"))
-    assert choose_layout(SHAPE, WORK, fast, pair)[0].layout.startswith("tp2")
-    assert choose_layout(SHAPE, WORK, slow, pair)[0].layout.startswith("pp2")
+    assert chosen(fast, pair)[0].layout.startswith("tp2")
+    assert chosen(slow, pair)[0].layout.startswith("pp2")
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -245,7 +254,7 @@ def test_collectives_are_those_that_the_runtime_counts() -> None:
 
 
 def test_the_forecast_reads_back() -> None:
-    best, _ = choose_layout(SHAPE, WORK, MACHINE, [Layout.parse("dp2"), Layout.parse("tp2")])
+    best, _ = chosen(MACHINE, [Layout.parse("dp2"), Layout.parse("tp2")])
     assert Forecast.from_json(best.to_json()) == best
     assert Forecast.from_json(Forecast.none("dp2", "why not").to_json()).why == "why not"
 
@@ -255,7 +264,7 @@ def test_the_forecast_reads_back() -> None:
 
 def test_the_choice_is_the_fastest_that_fits() -> None:
     layouts = candidate_layouts(SHAPE, WORK, 4)
-    best, timeline = choose_layout(SHAPE, WORK, MACHINE, layouts)
+    best, timeline = chosen(MACHINE, layouts)
     assert best.alternatives[0].chosen
     assert best.alternatives[0].layout == best.layout
     seconds = [one.step_seconds for one in best.alternatives]
@@ -263,15 +272,15 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
     assert timeline.num_ranks == Layout.parse(best.layout).world_size
     # Half of what the fastest takes: another one is chosen, and it fits.
     tight = dataclasses.replace(MACHINE, capacity=max(best.peak_bytes) // 2)
-    other, _ = choose_layout(SHAPE, WORK, tight, layouts)
+    other, _ = chosen(tight, layouts)
     assert max(other.peak_bytes) <= tight.capacity
     assert other.step_seconds >= best.step_seconds
 
 
 def test_what_cannot_be_the_fastest_need_not_be_played() -> None:
     layouts = candidate_layouts(SHAPE, WORK, 4)
-    few, _ = choose_layout(SHAPE, WORK, MACHINE, layouts, shown=1)
-    every, _ = choose_layout(SHAPE, WORK, MACHINE, layouts, shown=len(layouts))
+    few, _ = chosen(MACHINE, layouts, shown=1)
+    every, _ = chosen(MACHINE, layouts, shown=len(layouts))
     assert len(every.alternatives) == len(layouts)
     assert few.layout == every.layout
 
@@ -279,7 +288,7 @@ def test_what_cannot_be_the_fastest_need_not_be_played() -> None:
 def test_what_fits_nowhere_is_refused_with_the_least() -> None:
     tiny = dataclasses.replace(MACHINE, capacity=10**6)
     with pytest.raises(LayoutError, match=r"the least is .* MB a rank in"):
-        choose_layout(SHAPE, WORK, tiny, candidate_layouts(SHAPE, WORK, 4))
+        chosen(tiny, candidate_layouts(SHAPE, WORK, 4))
 
 
 def test_where_no_plain_layout_fits_memory_is_saved() -> None:
@@ -289,7 +298,7 @@ def test_where_no_plain_layout_fits_memory_is_saved() -> None:
         key=lambda pair: max(pair[0].peak_bytes),
     )
     tight = dataclasses.replace(MACHINE, capacity=round(0.98 * max(least.peak_bytes)))
-    best, _ = choose_layout(SHAPE, WORK, tight, layouts, otherwise=lambda: leaner(layouts))
+    best, _ = chosen(tight, layouts, otherwise=lambda: leaner(layouts))
     saving = Layout.parse(best.layout)
     assert saving.zero or saving.sequence_parallel or saving.recompute == "full"
     assert max(best.peak_bytes) <= tight.capacity

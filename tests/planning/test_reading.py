@@ -62,8 +62,6 @@ def runnable(tool: str, problem: Problem) -> Iterator[LayoutForecast]:
             found = found if tool_reasons(limits, problem, other) else other
         if tool_reasons(limits, problem, plain):
             continue
-        if tool == "deepspeed" and (layout.pp > 1 or layout.recompute != "none"):
-            continue  # set in code
         if "torchtitan" in tool and layout.recompute == "selective":
             continue  # of operations, which is estimated as none
         yield found

@@ -76,7 +76,7 @@ def test_experts_over_ranks() -> None:
 
 
 def test_microbatches_left_open() -> None:
-    assert [legality.usual_microbatches(batch, 2) for batch in (1, 2, 3, 6, 7, 8)] == [
+    assert [legality.usual_microbatches(batch, 2, 64) for batch in (1, 2, 3, 6, 7, 8)] == [
         1, 2, 3, 3, 1, 4,
     ]  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hocket.spec.layout import Layout
-from hocket.spec.matrix import LAYOUTS, QUICK, Cell, Matrix, TypeRow, axes_of, merged_rows
+from hocket.spec.matrix import LAYOUTS, QUICK, Cell, Matrix, TypeRow, axes_of
 
 
 def row(kind: str, **outcomes: str) -> TypeRow:
@@ -59,12 +59,3 @@ def test_a_matrix_is_ok_without_a_difference_or_a_crash() -> None:
     assert not Matrix(layouts=("dp2",), rows=(row("a", dp2="different"),)).ok
     assert not Matrix(layouts=("dp2",), rows=(row("a", dp2="crashed"),)).ok
     assert not Matrix(layouts=("dp2",), rows=()).ok
-
-
-def test_rows_of_several_runs_are_put_together() -> None:
-    first = [row("b", dp2="crashed", tp2="equal"), row("a", dp2="equal")]
-    (a, b) = merged_rows([*first, row("b", dp2="equal", pp2="equal")])
-    assert a == first[1]
-    assert [(cell.layout, cell.outcome) for cell in b.cells] == [
-        ("dp2", "equal"), ("tp2", "equal"), ("pp2", "equal"),
-    ]  # fmt: skip

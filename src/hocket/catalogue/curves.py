@@ -100,8 +100,19 @@ def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[Cat
 def curves_of(node: Node) -> tuple[CatalogueCurve, ...]:
     """Curves of collectives inside a node: those of its GPU on its kind of link, else of its GPU's
     family, else of the GPU on this kind of link whose rate is nearest, scaled to the node's rate.
-    NVLink without a measurement, bridges and meshes, takes the curves behind a switch.
-    Empty where nobody measured this kind of link."""
+    NVLink without a measurement, bridges and meshes, takes the curves behind a switch. What was
+    measured of another GPU behind a PCIe switch is not taken to be slower than PCIe through the
+    host at the same rate. Empty where this kind of link was not measured."""
+    found = _nearest(node)
+    if node.link.kind != "pcie-switch" or any(c.gpu == node.gpu.name for c in found):
+        return found
+    link = dataclasses.replace(node.link, kind="pcie")
+    plain = {(c.operation, c.num_gpus): c for c in _nearest(dataclasses.replace(node, link=link))}
+    return tuple(_faster(c, plain.get((c.operation, c.num_gpus))) for c in found)
+
+
+def _nearest(node: Node) -> tuple[CatalogueCurve, ...]:
+    """The curves of the nearest GPU on a node's kind of link, at the node's rate."""
     of_one_node = [c for c in curves() if c.num_nodes == 1]
     known = [c for c in of_one_node if c.topology == node.link.kind]
     if not known and node.link.generation:
@@ -127,6 +138,15 @@ def _scaled(curve: CatalogueCurve, factor: float) -> CatalogueCurve:
     least = curve.seconds[0]
     seconds = tuple(least + (value - least) * factor for value in curve.seconds)
     return dataclasses.replace(curve, seconds=seconds)
+
+
+def _faster(curve: CatalogueCurve, other: CatalogueCurve | None) -> CatalogueCurve:
+    """The less of both at each size of the first."""
+    if other is None:
+        return curve
+    pairs = zip(curve.sizes, curve.seconds, strict=True)
+    least = tuple(min(seconds, other(size).seconds) for size, seconds in pairs)
+    return dataclasses.replace(curve, seconds=least)
 
 
 @functools.cache

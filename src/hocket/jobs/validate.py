@@ -26,10 +26,6 @@ _UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in TERMS)
 _WRITTEN = ("zero", "shard", "recompute", "recompute_layers", "sequence_parallel")
 """Fields that have no flag: they stand in the layout's text."""
 
-MICROBATCH_TOKENS = 8192
-"""Tokens of a microbatch up to which a rank without a pipeline takes them at once: matmuls of so
-many rows fill a GPU, and more only cost memory."""
-
 LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
 
@@ -64,15 +60,11 @@ def validate_layout(
 
 
 def resolved_microbatches(layout: Layout, workload: Workload) -> int:
-    """Microbatches per data rank: as asked; else without a pipeline the fewest of at most
-    MICROBATCH_TOKENS, and in one the largest divisor of the rank's batch that is at most 2 x pp."""
+    """Microbatches per data rank: as asked, or as usual."""
     if layout.microbatches is not None:
         return layout.microbatches
-    rank_batch = workload.global_batch // layout.dp
-    if layout.num_stages == 1:
-        most = max(1, MICROBATCH_TOKENS // workload.seq_len)
-        return next((n for n in divisors(rank_batch) if rank_batch // n <= most), 1)
-    return legality.usual_microbatches(workload.global_batch // layout.dp, layout.pp)
+    batch = workload.global_batch // layout.dp
+    return legality.usual_microbatches(batch, layout.pp, workload.seq_len)
 
 
 def _problems(
@@ -147,11 +139,6 @@ def _experts(model: Dimensions, layout: Layout) -> Iterator[str]:
         yield f"the model has no experts, which {layout.axes_text()} places over ranks"
     elif not legality.experts(model.num_experts, layout.ep):
         yield f"{model.num_experts} experts do not divide over ep {layout.ep}"
-    if layout.shard is not None and layout.shard != layout.dp:
-        yield (
-            f"shard is {layout.shard} of dp {layout.dp}, with {layout.axes_text()}: the state of "
-            "experts is sharded over all ranks that hold copies of them"
-        )
 
 
 def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:

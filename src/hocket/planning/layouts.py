@@ -39,6 +39,7 @@ from hocket.planning.pins import Pins
 from hocket.schedules.registry import compute
 from hocket.spec import legality
 from hocket.spec.capabilities import TABLE
+from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, OFFLOAD, RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
@@ -97,14 +98,14 @@ def legal_layouts(
             chosen[name] = np.full(count, float(value))
         chosen["offload"] = np.full(count, float(OFFLOAD.index("+".join(offload))))
         chosen["shard"] = chosen["dp"]
-        parts += _sharded(chosen, zero, domain, pins=pins)
+        parts += _sharded(chosen, zero, domain, pins=pins, here=here)
     names = [field.name for field in dataclasses.fields(Layouts)]
     empty = np.empty(0)
     return Layouts(**{n: np.concatenate([p[n] for p in parts]) if parts else empty for n in names})
 
 
 def _sharded(
-    rows: dict[str, Floats], zero: int, domain: int, *, pins: Pins
+    rows: dict[str, Floats], zero: int, domain: int, *, pins: Pins, here: bool
 ) -> Iterator[dict[str, Floats]]:
     """Rows with every number of data ranks that may share one state."""
     dp = rows["dp"]
@@ -118,6 +119,8 @@ def _sharded(
             return
         inner = domain // (rows["tp"] * rows["cp"])
         keep = (inner > 1) & (inner < dp) & legality.shard(dp, np.maximum(inner, 1), zero)
+        if here:
+            keep &= rows["ep"] == 1
     if keep.any():
         yield {**{name: column[keep] for name, column in rows.items()}, "shard": inner[keep]}
 
@@ -131,7 +134,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         cp=row["cp"],
         tp=row["tp"],
         ep=row["ep"],
-        etp=None if row["etp"] == row["tp"] or row["ep"] == 1 else row["etp"],
+        etp=None if row["etp"] == row["tp"] else row["etp"],
         schedule=_NAMED[SCHEDULES[row["schedule"]]],
         microbatches=row["microbatches"],
         pipeline_split="light-ends" if row["lighter"] else "balanced",
@@ -157,9 +160,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         raise LayoutError(f"the layout {layout}: {problem[0]}", hint=problem[1])
     schedule = schedule_number(layout)
     batch = global_batch // layout.dp
-    count = layout.microbatches or 1
-    if layout.microbatches is None and layout.pp > 1:
-        count = legality.usual_microbatches(batch, layout.pp)
+    count = layout.microbatches or legality.usual_microbatches(batch, layout.pp, seq_len)
     _require_schedule(
         layout.schedule, layout.pp, layout.virtual_stages, count if layout.virtual_stages > 1 else 1
     )
@@ -173,10 +174,18 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "recompute": RECOMPUTE.index(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
         "schedule": schedule,
-        "lighter": layout.pipeline_split == "light-ends",
+        "lighter": _has_light_ends(layout, len(shape.layers)),
         "offload": OFFLOAD.index(layout.offload),
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
+
+
+def _has_light_ends(layout: Layout, layers: int) -> bool:
+    """Whether the first and the last stage have one layer fewer, by name or by hand."""
+    asked = layout.pipeline_split
+    if not isinstance(asked, tuple) or not legality.light_ends(layers, len(asked)):
+        return asked == "light-ends"
+    return asked == choose_cut("light-ends", layers, len(asked))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,8 +219,9 @@ def _problems(
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
     if not legality.context(seq_len, layout.cp, shape.handed_width):
         yield _unsplit(seq_len, layout.cp, shape), None
-    if layout.ep > 1 and not shape.experts:
-        yield f"{shape.name} has no experts to divide over ep {layout.ep}", "ep1"
+    if layout.splits_experts and not shape.experts:
+        why = f"as {layout.axes_text()} does"
+        yield f"{shape.name} has no experts to divide over ranks, {why}", "ep1"
     elif not legality.experts(shape.experts, layout.ep):
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
     if layout.sequence_parallel and not legality.slices(seq_len, layout.cp, layout.tp):
@@ -248,6 +258,8 @@ def runs_here(layouts: Layouts, axes: Collection[str] | None = None) -> np.ndarr
         "sequence_parallel": layouts.sequence_parallel,
     }
     found = np.ones(len(layouts), dtype=bool)
+    hybrid = layouts.shard != layouts.dp
+    found &= ~hybrid | ((layouts.ep == 1) & (layouts.etp == layouts.tp))
     for row in (row for row in TABLE if row.field in columns):  # an etp is tp or 1
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
@@ -273,8 +285,8 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
     counts = len(shape.layers), pins.get("pp", 1)
     if not (legality.stages(*counts) or legality.light_ends(*counts)):
         return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
-    if pins.get("ep", 1) > 1 and not shape.experts:
-        return f"it has no experts to divide over ep {pins['ep']}"
+    if ("etp" in pins or pins.get("ep", 1) > 1) and not shape.experts:
+        return "it has no experts to divide over ranks"
     if not legality.experts(shape.experts, pins.get("ep", 1)):
         return f"its {shape.experts} experts do not divide over ep {pins['ep']}"
     used = math.prod(pins.get(axis, 1) for axis in AXES)
@@ -350,7 +362,9 @@ def _meshes(
     halves = [n for n in sizes if legality.context(seq_len, n, shape.handed_width)]
     context = _degrees("cp", halves, pins, here)
     expert = _degrees("ep", divisors(shape.experts) if shape.experts else [1], pins, here)
-    found = []
+    found: list[tuple[int, int, int, int, int, int]] = []
+    if "etp" in pins and not shape.experts:
+        return found
     for tp, pp, cp in itertools.product(tensor, stages, context):
         dp, rest = divmod(num_gpus, tp * pp * cp)
         if rest or not dp or dp != pins.get("dp", dp) or not legality.batch(global_batch, dp):

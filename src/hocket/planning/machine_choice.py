@@ -124,31 +124,6 @@ def leaner(layouts: Iterable[Layout]) -> list[Layout]:
     return found
 
 
-def choose_layout(
-    shape: ModelShape,
-    workload: Workload,
-    machine: MeasuredMachine,
-    layouts: Iterable[Layout],
-    *,
-    otherwise: Callable[[], Iterable[Layout]] | None = None,
-    bucket_mb: float = 25.0,
-    clip: bool = True,
-    shown: int = 12,
-) -> tuple[Forecast, Timeline]:
-    """The forecast of the fastest layout that fits, with what else was considered.
-
-    Args: as `evaluate_layouts`.
-
-    Raises:
-        LayoutError: none of the layouts fits into what a rank may hold.
-    """
-    ranked = evaluate_layouts(
-        shape, workload, machine, layouts,
-        otherwise=otherwise, bucket_mb=bucket_mb, clip=clip, shown=shown,
-    )  # fmt: skip
-    return best_of(ranked, shape, workload, shown)
-
-
 def best_of(
     ranked: list[tuple[Forecast, Timeline]], shape: ModelShape, workload: Workload, shown: int = 12
 ) -> tuple[Forecast, Timeline]:

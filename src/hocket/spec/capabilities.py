@@ -38,6 +38,13 @@ class Capability:
         return f"{self.field} is {text}: this release {self.instead}"
 
 
+class _ExpertState(Capability):
+    """Hybrid sharding, which a layout with experts over ranks cannot have."""
+
+    def allows(self, layout: Layout) -> bool:
+        return not layout.splits_experts or layout.shard in (None, layout.dp)
+
+
 TABLE = (
     Capability(
         field="etp",
@@ -48,6 +55,11 @@ TABLE = (
         field="recompute",
         runs=("none", "selective", "full"),
         instead="recomputes attention cores or whole layers, no other modules",
+    ),
+    _ExpertState(
+        field="shard",
+        runs=(None,),
+        instead="shards the state of experts over all ranks that hold copies of them",
     ),
 )
 """Fields that are not here run with any value that a layout can have."""

@@ -86,11 +86,21 @@ def microbatches(rank_batch: Numbers, count: Numbers) -> Numbers:
     return rank_batch % count == 0
 
 
-def usual_microbatches(rank_batch: int, pp: int) -> int:
-    """Microbatches of a pipeline where they are left open: the largest divisor of the rank's batch
-    that is at most 2 x pp."""
-    fitting = (n for n in range(1, min(rank_batch, 2 * pp) + 1) if microbatches(rank_batch, n))
-    return max(fitting, default=1)
+MICROBATCH_TOKENS = 8192
+"""Tokens of a microbatch up to which a rank without a pipeline takes them at once: matmuls of so
+many rows fill a GPU, and more only cost memory."""
+
+
+def usual_microbatches(rank_batch: int, pp: int, seq_len: int) -> int:
+    """Microbatches where they are left open: without a pipeline the fewest of at most
+    MICROBATCH_TOKENS, and in one the largest divisor of the rank's batch that is at most 2 x pp."""
+    if pp > 1:
+        fitting = (n for n in range(1, min(rank_batch, 2 * pp) + 1) if microbatches(rank_batch, n))
+        return max(fitting, default=1)
+    from hocket.spec.layout import divisors
+
+    most = max(1, MICROBATCH_TOKENS // seq_len)
+    return next((n for n in divisors(rank_batch) if rank_batch // n <= most), 1)
 
 
 def context(seq_len: int, cp: int, width: int = 0) -> bool:

@@ -4,14 +4,14 @@
     TypeRow    one type: its tiny configuration's size, and a cell for each layout
     Matrix     the rows, and what they come to
 
-Each has a JSON form with an exact inverse; rows of several runs can be put together.
+Each has a JSON form with an exact inverse.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
@@ -167,16 +167,3 @@ def axes_of(layout: Layout) -> set[str]:
     found = {axis for axis in ("dp", "pp", "tp", "cp", "ep") if getattr(layout, axis) > 1}
     found |= {"zero"} if layout.zero else set()
     return found | ({"sequence"} if layout.sequence_parallel else set())
-
-
-def merged_rows(rows: Iterable[TypeRow]) -> tuple[TypeRow, ...]:
-    """Rows of several runs, one for each type: a later cell of a layout takes the earlier's
-    place."""
-    found: dict[str, TypeRow] = {}
-    for row in rows:
-        old = found.get(row.kind)
-        if old is not None:
-            cells = {cell.layout: cell for cell in (*old.cells, *row.cells)}
-            row = dataclasses.replace(row, cells=tuple(cells.values()))
-        found[row.kind] = row
-    return tuple(found[kind] for kind in sorted(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hocket.planning.reading import sections
@@ -14,7 +15,7 @@ def deepspeed(text: str) -> ToolConfiguration:
 
 
 def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
-    used: set[str] = {"comment"}
+    used: set[str] = {"comment", "pipeline.activation_checkpoint_interval"}
     automatic: list[str] = []
 
     def get(key: str, default: Any = None) -> Any:
@@ -31,7 +32,13 @@ def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
 
     tp = number("tensor_parallel.autotp_size", 1) or 1
     cp = number("sequence_parallel_size", 1) or 1
+    in_code = str(found.get("comment", ""))  # what `--emit` writes of the script
+    stages = re.search(r"PipelineModule\(layers, num_stages=(\d+)", in_code)
     fields: dict[str, Any] = {"tp": tp, "cp": cp, "pp": 1}
+    if stages:
+        fields |= {"pp": degree(int(stages[1]), "num_stages"), "pipeline_split": "even"}
+    if re.search(r"gradient_checkpointing_enable|activation_checkpoint_interval=1\b", in_code):
+        fields["recompute"] = "full"
     stage = get("zero_optimization.stage", 0)
     fields["zero"] = whole_number(stage, "zero_optimization.stage", least=0)
     shard = number("zero_optimization.mics_shard_size")
@@ -56,7 +63,11 @@ def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
     for name in ("bf16", "fp16"):
         if get(f"{name}.enabled"):
             precision = name
-    notes = ["a pipeline is set in code; none is assumed"]
+    notes = []
+    if not stages:
+        notes.append("a pipeline is set in code; none is assumed")
+    if "recompute" not in fields:
+        notes.append("recomputation of layers is set in code; none is assumed")
     if automatic:
         notes.append("set by the trainer (auto): " + ", ".join(automatic))
     used |= {prefix + f"zero_optimization.{name}" for name in (

@@ -114,7 +114,6 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         return sections.edit_sections(text, "toml", {**dict.fromkeys(owned), **flat})
     form = "json" if tool == "deepspeed" else "yaml"
     flat = sections.load_sections(written, form)
-    flat.pop("comment", None)
     return sections.edit_sections(text, form, {**dict.fromkeys(_OWNED.get(tool, ())), **flat})
 
 
@@ -140,8 +139,8 @@ _OWNED = {
         "distributed.pipeline.layers_per_stage",
     ),
     "deepspeed": (
-        "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel",
-        "train_batch_size", "zero_optimization.mics_shard_size", "bf16", "fp16",
+        "comment", "pipeline", "tensor_parallel", "sequence_parallel_size", "data_parallel_size",
+        "expert_parallel", "train_batch_size", "zero_optimization.mics_shard_size", "bf16", "fp16",
         "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
     ),
 }  # fmt: skip
