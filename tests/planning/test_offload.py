@@ -18,6 +18,7 @@ from hocket.planning.layouts import row
 from hocket.planning.pins import layout_pins
 from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
+from hocket.planning.tools.emit import TOOLS
 from hocket.schedules.registry import build_schedule
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, LayoutError
@@ -245,6 +246,8 @@ def test_narrower_gradients_are_offered() -> None:
     assert found.best.layout.offloads("optimizer")
     flags = "--grad-dtype bf16 or --optimizer adamw_8bit"
     assert f"With {flags} everything fits on the GPUs." in found.notes
+    megatron = dataclasses.replace(problem("qwen3-30b-a3b"), limits=(TOOLS["megatron"].limits,))
+    assert not any("With --" in note for note in best_layouts(megatron, top=1).notes)
     for change in ({"grad_dtype": "bf16"}, {"optimizer": "adamw_8bit"}):
         assert best_layouts(problem("qwen3-30b-a3b", **change), top=1).best.layout.offload == "none"
     assert not any("With --" in note for note in best_layouts(problem(), top=1).notes)

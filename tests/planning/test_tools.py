@@ -12,6 +12,7 @@ import pytest
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.cost.constants import stacks
+from hocket.jobs.plan import plan_training
 from hocket.planning.layouts import layout_at
 from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import OWN, Problem
@@ -227,6 +228,11 @@ def test_precisions() -> None:
     assert "--fp4-format e2m1" in emitted("megatron", "dp32:zero=1", fp4)
     with pytest.raises(LayoutError, match="precision fp8"):
         emitted("deepspeed", "dp32:zero=1", fp8)
+    with pytest.raises(OptionError, match="--emit writes leaves gradients in fp32"):
+        plan_training(
+            "llama-3-8b", cluster="8xH100-SXM", seq_len=2048, global_batch=8, emit="megatron",
+            grad_dtype="bf16",
+        )  # fmt: skip
     fp16 = dataclasses.replace(DENSE, precision="fp16")
     assert json.loads(emitted("deepspeed", "dp32:zero=1", fp16))["fp16"]["enabled"]
 

@@ -137,7 +137,7 @@ def step_times(
         weights = weights + count * w
         exposed = exposed + count * spread(times.exposed)
         ulysses = np.maximum(ulysses, spread(times.ulysses))
-        sharded = sharded + count * (f2 + whole - f - b - w)
+        sharded = sharded + count * ((f2 - f) + (whole - (b + w)))  # exactly 0 without gathers
         trained = trained + local_trained(block, at).times(count)
     extra = 2.0 * at.lighter  # a pipeline as long as if every stage were full
     per_stage = (model.layers + extra) / (p * model.layers)

@@ -176,6 +176,12 @@ def plan_training(
                 + ", ".join(limit.precisions),
                 hint=f"--dtype {limit.precisions[0]}",
             )
+    usual = default_grad_dtype(problem.precision)
+    if emit is not None and problem.grad_dtype not in (None, usual):
+        raise OptionError(
+            f"--grad-dtype is {problem.grad_dtype}; what --emit writes leaves gradients in {usual}",
+            hint="leave --grad-dtype out, or --emit",
+        )
     if layout is not None:
         one = layout if isinstance(layout, Layout) else Layout.parse(layout)
         found = plan_one(problem, one)

@@ -427,6 +427,8 @@ def _in_host_memory(problem: Problem, found: SearchResult, pins: Pins | None) ->
         f"Nothing fits with everything on the GPUs; these keep {kept} in the hosts' memory.",
         _of_hosts(problem, round(float(problem.host_memory(at)[0]))),
     ]
+    if problem.limits:  # of other software, whose flags have neither
+        return notes
     replace = dataclasses.replace
     ways = {"--optimizer adamw_8bit": replace(problem, optimizer="adamw_8bit")}
     if problem.precision == "bf16":
