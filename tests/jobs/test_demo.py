@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.corpus import standard_library, write_corpus
-from hocket.jobs.demo import QUICK, demo_options
+from hocket.jobs.demo import QUICK, demo_options, standard_library, write_corpus
 from hocket.spec.run import RunFolder
 
 

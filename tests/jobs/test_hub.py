@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.model_card import card
+from hocket.jobs.export import card
 from hocket.spec.run import RunFolder
 from tests.families import LLAMA
 from tests.hub_server import TOKEN, Repo, folder, offline

@@ -72,7 +72,7 @@ def test_the_run_folder_is_complete(run: Path) -> None:
 
 
 def test_theory_equals_the_recording(run: Path, ranks) -> None:  # type: ignore[no-untyped-def]
-    from hocket.jobs.expected_communication import compare_communication
+    from hocket.jobs.demo import compare_communication
 
     found = compare_communication(ranks.launcher, RunFolder(run))
     assert {row["axis"] for row in found} >= {"tp", "dp", "model", "world"}

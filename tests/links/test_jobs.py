@@ -84,7 +84,7 @@ def test_a_scale_is_measured_and_kept(folder: Path) -> None:
 def test_another_order_trains_saves_and_resumes_identically(folder: Path, ranks: RankPool) -> None:
     from safetensors.numpy import load_file
 
-    from hocket.jobs.expected_communication import compare_communication
+    from hocket.jobs.demo import compare_communication
 
     name, usual, order = "reordered", "usual", "pp-tp-dp-cp"
     options: dict[str, Any] = {"layout": "pp2.tp2", "microbatches": 2}

@@ -1,6 +1,6 @@
 import pytest
 
-from hocket.jobs.proxy.check import require_equal
+from hocket.jobs.proxy import require_equal
 from hocket.ranks.proxy import numbers
 from hocket.ranks.proxy import trial as proxy
 from hocket.spec.errors import ModelError

@@ -6,7 +6,6 @@ import re
 
 from hocket.reporting import (
     collectives_text,
-    compare_text,
     curve_text,
     table_text,
     timeline_text,
@@ -132,15 +131,6 @@ def test_columns_are_what_a_terminal_draws() -> None:
         "한글모델  1",
         "abc       2",
     ]
-
-
-def test_predicted_compared_with_measured() -> None:
-    schedule = build_schedule(Layout(pp=2), 4)
-    measured = simulate(schedule, Prices.uniform(2, forward=2.0, backward=4.0))
-    text = compare_text(measured, simulate(schedule))
-    assert re.search(r"pipeline +30 s +15 s +2.00", text)
-    assert re.search(r"bubble +20.0% +20.0%", text)
-    assert re.search(r"rank 1 backward +16 s +8 s +2.00", text)
 
 
 def test_a_curve_falls_from_the_top_to_one_eighth() -> None:

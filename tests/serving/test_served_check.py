@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hocket.cli import check as cli
-from hocket.jobs.proxy.check import require_equal
+from hocket.jobs.proxy import require_equal
 from hocket.jobs.serving import check, server
 from hocket.jobs.serving.check_matrix import served_matrix
 from hocket.jobs.serving.llm import Lent

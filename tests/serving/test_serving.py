@@ -63,7 +63,7 @@ def test_text_comes_in_whole_characters() -> None:
 def test_draws_follow_the_distribution_and_its_cuts() -> None:
     import torch
 
-    from hocket.serving.sampling import draw_row_tokens
+    from hocket.serving.padded import draw_row_tokens
 
     probability = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = probability.log().expand(4000, 4)
@@ -86,7 +86,7 @@ def test_the_cuts_are_those_of_transformers() -> None:
     import torch
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from hocket.serving import sampling
+    from hocket.serving import padded
 
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
@@ -96,7 +96,7 @@ def test_the_cuts_are_those_of_transformers() -> None:
     options = SamplingParams(temperature=0.6, top_k=20, top_p=0.8)
     seen = [set() for _ in range(6)]
     for position in range(600):
-        for row, token in enumerate(sampling.draw_row_tokens(logits, options, position).tolist()):
+        for row, token in enumerate(padded.draw_row_tokens(logits, options, position).tolist()):
             seen[row].add(token)
     for row in range(6):
         allowed = set(torch.isfinite(theirs[row]).nonzero().flatten().tolist())

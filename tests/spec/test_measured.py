@@ -96,14 +96,6 @@ def test_rows_of_an_older_hocket_are_shorter() -> None:
     assert MachineMeasurements.from_dict(data).products[0].spread == 0.0
 
 
-def test_a_curve_by_its_kind_and_its_fit() -> None:
-    found = MEASURED.curve("all-reduce", 2, backend="shm", world=4)
-    assert found is not None
-    assert found.fitted(1e9) == pytest.approx(1e9 / 1.5e9)
-    assert found.fitted(1000) == pytest.approx(1e-5 + 1000 / 1e9)
-    assert MEASURED.curve("all-reduce", 2, backend="shm", world=2) is None
-
-
 def test_ranks_beyond_the_cores_share_the_memory() -> None:
     four = cluster().with_ranks(4)
     assert (four.num_gpus, four.domain, four.node.gpu.memory) == (4, 4, 2**32)

@@ -32,7 +32,7 @@ def check_layout(
             RankFailure with a rank's own traceback.
     """
     from hocket.jobs import adapters
-    from hocket.jobs.proxy.check import require_equal
+    from hocket.jobs.proxy import require_equal
     from hocket.launch import Launcher, joined_context
     from hocket.models.source import resolve_model
     from hocket.schedules.registry import build_schedule

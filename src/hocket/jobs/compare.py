@@ -320,7 +320,7 @@ class Bench:
         """One strategy; of another model or with other sizes than the bench's, if asked, which are
         then not held against one process.
         """
-        from hocket.jobs.proxy.check import require_equal
+        from hocket.jobs.proxy import require_equal
         from hocket.schedules.registry import build_schedule
 
         other = source is not None or request is not None

@@ -10,15 +10,17 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import lock, prepare
-from hocket.jobs.corpus import LARGEST, write_corpus
 from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.train import PRELOAD, launch_ranks, prepare_run, unstarted_is_no_run
+from hocket.spec.errors import DataError
+from hocket.spec.files import named
 from hocket.spec.run import RunFolder
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ def _step_report(
     launcher: Launcher, folder: RunFolder, *, width: int, color: bool
 ) -> tuple[list[str], bool]:
     """The recorded step: its timeline, what it predicts, its collectives compared with theory."""
-    from hocket.jobs.expected_communication import compare_communication
+
     from hocket.reporting import collectives_text, timeline_text
     from hocket.simulation import measured_prices, simulate, theoretical_bubble
     from hocket.spec.schedule import Schedule
@@ -276,3 +278,106 @@ def _sample(launcher: Launcher, model: Path) -> str:
         str(model), [PROMPT], max_new_tokens=80, temperature=0.7, top_k=40, launcher=launcher
     )
     return PROMPT + found.text
+
+
+LARGEST = 6_000_000
+"""Characters taken; enough for a tokenizer and some thousand steps of a small model."""
+
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
+            "encodings", "idlelib", "lib2to3", "ensurepip", "turtledemo"}  # fmt: skip
+
+
+def standard_library() -> Iterator[tuple[str, str]]:
+    """(relative path, text) of the library's files: its docs first, then its sources by name.
+
+    Tables of characters, tests and bundled packages are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        file
+        for file in root.rglob("*")
+        if file.suffix in (".py", ".txt", ".rst")
+        and not _SKIPPED & set(file.relative_to(root).parts)
+    ]
+    for file in sorted(files, key=lambda f: (f.parent.name != "pydoc_data", str(f))):
+        try:
+            yield file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+
+
+def write_corpus(to: Path, largest: int = LARGEST) -> int:
+    """Write the text as JSON lines, one file of the library each; the characters written.
+
+    Raises:
+        DataError: this Python has no library sources, as in a frozen application.
+    """
+    count = 0
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with named(to), to.open("w", encoding="utf-8") as out:
+        for path, text in standard_library():
+            if count >= largest:
+                break
+            out.write(json.dumps({"path": path, "text": text}) + "\n")
+            count += len(text)
+    if count < 100_000:
+        raise DataError(
+            f"this Python's standard library holds only {count} characters of source text",
+            hint="hocket train tiny-llama --data FOLDER_OF_TEXT --tokenizer train",
+        )
+    return count
+
+
+Row = dict[str, Any]
+
+
+def expected_communication(launcher: Launcher, folder: RunFolder) -> list[list[Row]]:
+    """Per rank, every collective of one training step: name, axis, phase, count and bytes."""
+    found: list[Row] = []
+
+    def listen(event: Row) -> None:
+        if event["event"] == "theory":
+            found.append(event)
+
+    launcher.run(
+        "hocket.ranks.expected_communication:main",
+        1,
+        {"run": str(folder.path.resolve())},
+        listen,
+        startup_timeout=300.0,
+    )
+    ranks: list[list[Row]] = found[0]["ranks"]
+    return ranks
+
+
+def compare_communication(launcher: Launcher, folder: RunFolder) -> list[Row]:
+    """Recorded and expected collectives of a step, summed over ranks; `equal`: all ranks agree.
+
+    Rows of name, axis, phase, count, bytes, expected_count, expected_bytes, equal.
+    """
+    from hocket.cost.communication import differences
+
+    recorded = json.loads(folder.communication_file.read_text())["ranks"]
+    expected = expected_communication(launcher, folder)
+    assert len(recorded) == len(expected)
+    sums: dict[tuple[str, str, str], Row] = {}
+    for measured, theory in zip(recorded, expected, strict=True):
+        for row in differences(measured, theory):
+            key = (row["name"], row["axis"], row["phase"])
+            into = sums.setdefault(key, {**dict.fromkeys(_COUNTS, 0), "equal": True})
+            for name in _COUNTS:
+                into[name] += row[name]
+            into["equal"] = into["equal"] and row["equal"]
+    return [
+        {"name": name, "axis": axis, "phase": phase, **row}
+        for (name, axis, phase), row in sorted(sums.items(), key=lambda item: _order(item[0]))
+    ]
+
+
+_COUNTS = ("count", "bytes", "expected_count", "expected_bytes")
+
+
+def _order(key: tuple[str, str, str]) -> tuple[bool, str, str]:
+    """What is sent each microbatch before what is sent once a step; then by axis and name."""
+    name, axis, phase = key
+    return phase != "microbatch", axis, name

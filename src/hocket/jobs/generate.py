@@ -133,7 +133,7 @@ def _padded(
 ) -> list[Completion]:
     """By `serving.padded`, through the model's own cache: what pages cannot hold (BLOOM's own
     attention, recurrent states)."""
-    from hocket.jobs.proxy.check import require_equal
+    from hocket.jobs.proxy import require_equal
     from hocket.serving.front.text import TextPieces
 
     source, words = server.source, server.words

@@ -32,6 +32,7 @@ from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.jobs.record import JobRecorder
+    from hocket.launch import Launcher
     from hocket.models.source import ModelSource
     from hocket.training.token_manifest import Tokens
     from hocket.training.tokenizer import Tokenizer
@@ -193,14 +194,19 @@ def train_folder(request: JobRequest) -> RunFolder:
     if folder.path.exists() and not folder.path.is_dir():
         raise RunFolderError(f"{folder.path} is a file, not a folder", hint="--run runs/first")
     # Found here, before the launcher warms up, rather than when the first file is written.
+    require_writable(folder, "runs/first")
+    return folder
+
+
+def require_writable(folder: RunFolder, example: str) -> None:
+    """Raises RunFolderError, with `example` as another name: a folder cannot be made there."""
     path = folder.path.absolute()
     there = next(p for p in (path, *path.parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "cannot be written to" if there.is_dir() else "is a file, not a folder"
         raise RunFolderError(
-            f"{folder.path} cannot be made: {there} {why}", hint="--run runs/first"
+            f"{folder.path} cannot be made: {there} {why}", hint=f"--run {example}"
         )
-    return folder
 
 
 def short_name(model: str) -> str:
@@ -439,3 +445,12 @@ def rank_payload(folder: RunFolder, spec: RunSpec) -> dict[str, Any]:
         "run": str(folder.path.resolve()),
         "trust_remote_code": spec.options.trust_remote_code,
     }
+
+
+def require_weights(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> None:
+    """Reject weight files whose names or shapes do not fit. Raises WeightsError, listing them.
+
+    Only headers are read, by a process of the warm server: shapes need the model, and so torch.
+    """
+    if spec.weights is not None:
+        launcher.run("hocket.ranks.weights:main", 1, rank_payload(folder, spec))

@@ -49,7 +49,7 @@ def require_pages(spec: RunSpec, workers: RehearsalWorkers) -> None:
 def proxy_reason(spec: RunSpec, failed: HocketError) -> HocketError:
     """The error of a job whose rank cannot execute its step: what `hocket train` raises before its
     ranks start, for the architecture or for how it is split; where it raises nothing, `failed`."""
-    from hocket.jobs.proxy.check import require_equal
+    from hocket.jobs.proxy import require_equal
     from hocket.launch import Launcher
     from hocket.models.source import run_source
 

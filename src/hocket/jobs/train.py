@@ -35,7 +35,6 @@ from hocket.jobs import (
     resume,
     topology,
     upload,
-    weights,
 )
 from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import JobRecorder, Listener, Summary
@@ -297,7 +296,7 @@ def launch_ranks(
 def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse what only a look at the model itself can find."""
     verify_architecture(launcher, spec, record)
-    weights.require_weights(launcher, folder, spec)
+    prepare.require_weights(launcher, folder, spec)
     _adapt(launcher, folder, spec, record)
 
 
@@ -325,7 +324,7 @@ def _may_accumulate(request: JobRequest) -> bool:
 
 def verify_architecture(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse an architecture that would compute something else when it is split."""
-    from hocket.jobs.proxy.check import require_equal
+    from hocket.jobs.proxy import require_equal
     from hocket.models.source import run_source
 
     if spec.layout.num_stages > 1 or spec.layout.tp > 1:

@@ -20,6 +20,7 @@ from hocket.spec.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # The colours of the page (Okabe and Ito, 2008), which eyes that see no red or green tell apart.
 COLOURS = {
@@ -52,13 +53,6 @@ def save_run_figure(
     Raises:
         OptionError: matplotlib is not installed, or writes no such form.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError(
-            "--format png needs the package matplotlib", hint='pip install "hocket[report]"'
-        ) from None
     boards = [
         (record, timeline)
         for record in records
@@ -66,10 +60,9 @@ def save_run_figure(
         if timeline is not None
     ]
     tall = [0.9 + 0.24 * timeline.num_ranks for _, timeline in boards]
-    figure = Figure(figsize=(13, 1.5 + sum(tall) + 3.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 1.5 + sum(tall) + 3.4)
     title = " and ".join(f"{r.name} ({r.layout})" for r in records)
-    figure.suptitle(_plain(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
+    figure.suptitle(no_formula(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
     grid = figure.add_gridspec(len(boards) + 1, 3, height_ratios=[*tall, 3.4])
     longest = max((timeline.duration for _, timeline in boards), default=1.0) or 1.0
     for row, (record, timeline) in enumerate(boards):
@@ -78,6 +71,25 @@ def save_run_figure(
     _parts(figure.add_subplot(grid[-1, 0]), records, own_bubbles)
     _memory(figure.add_subplot(grid[-1, 1]), records)
     _loss(figure.add_subplot(grid[-1, 2]), records)
+    write_figure(figure, path)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty picture, in inches. Raises OptionError: matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise OptionError(
+            "--format png needs the package matplotlib", hint='pip install "hocket[report]"'
+        ) from None
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write in the form that the name's ending asks for. Raises OptionError: it has none."""
     try:
         figure.savefig(path, format=path.suffix.lstrip(".") or "png")
     except ValueError as error:
@@ -104,7 +116,7 @@ def _timeline(ax: Axes, timeline: Timeline, longest: float, name: str, *, last: 
     ax.set_yticks([rank + 0.45 for rank in range(timeline.num_ranks)])
     ax.set_yticklabels([f"rank {rank}" for rank in range(timeline.num_ranks)], fontsize=8)
     ax.tick_params(length=0)
-    ax.set_title(_plain(f"{name}: {timeline.duration * 1e3:.4g} ms"), loc="left", fontsize=11)
+    ax.set_title(no_formula(f"{name}: {timeline.duration * 1e3:.4g} ms"), loc="left", fontsize=11)
     ax.set_xlabel("milliseconds", fontsize=8)
     _bare(ax)
     if last:
@@ -155,7 +167,7 @@ def _stack(
         wide = [values[name] * scale for _, values in rows]
         ax.barh(range(len(rows)), wide, left=left, color=colour, label=name, height=0.7)
         left = [a + b for a, b in zip(left, wide, strict=True)]
-    ax.set_yticks(range(len(rows)), [_plain(label) for label, _ in rows], fontsize=8)
+    ax.set_yticks(range(len(rows)), [no_formula(label) for label, _ in rows], fontsize=8)
     ax.invert_yaxis()
     ax.tick_params(length=0)
     _bare(ax)
@@ -171,7 +183,10 @@ def _loss(ax: Axes, records: Sequence[RunRecord]) -> None:
     for record, colour in zip(records, ("#0072b2", "#d55e00"), strict=False):
         points = [(row["step"], row["loss"]) for row in record.metrics if "loss" in row]
         ax.plot(
-            [p[0] for p in points], [p[1] for p in points], color=colour, label=_plain(record.name)
+            [p[0] for p in points],
+            [p[1] for p in points],
+            color=colour,
+            label=no_formula(record.name),
         )
         held = [
             (row["step"], row["held_out_loss"])
@@ -198,6 +213,6 @@ def _patch(colour: str) -> Any:
     return Patch(color=colour)
 
 
-def _plain(text: str) -> str:
+def no_formula(text: str) -> str:
     """Dollar signs as they are: a name is no formula."""
     return text.replace("$", r"\$")

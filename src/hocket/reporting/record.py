@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hocket.spec.errors import HocketError, RunFolderError, nearest
 from hocket.spec.files import MALFORMED, parse_json
@@ -132,19 +132,18 @@ class RunRecord:
         return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 
 
-def read_run(path: str | Path) -> RunRecord:
-    """Read a run folder, complete or not.
+class PartReader(Protocol):
+    """Reads one file of a run folder; None, and a note, where it cannot be read."""
 
-    Raises:
-        RunFolderError: there is no such folder, or it holds nothing of a run.
-    """
-    folder = RunFolder(path)
-    _must_be_a_run(folder)
-    notes: list[str] = []
+    def __call__(self, file: Path, parse: Callable[[str], Read], absent: str) -> Read | None: ...
 
-    def take(file: Path, reader: Callable[[str], Read], absent: str) -> Read | None:
+
+def reader(notes: list[str]) -> PartReader:
+    """A reader that adds to `notes` what cannot be read, and `absent` of a file that is missing."""
+
+    def take(file: Path, parse: Callable[[str], Read], absent: str) -> Read | None:
         try:
-            return reader(file.read_text(encoding="utf-8", errors="replace"))
+            return parse(file.read_text(encoding="utf-8", errors="replace"))
         except FileNotFoundError:
             if absent:
                 notes.append(absent)
@@ -157,6 +156,20 @@ def read_run(path: str | Path) -> RunRecord:
             notes.append(f"{file.name} is damaged and left out: {_short(error)}")
         return None
 
+    return take
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """Read a run folder, complete or not.
+
+    Raises:
+        RunFolderError: there is no such folder, or it holds nothing of a run.
+    """
+    folder = RunFolder(path)
+    _must_be_a_run(folder)
+    notes: list[str] = []
+
+    take = reader(notes)
     spec = take(folder.spec_file, RunSpec.from_json, "run.json is missing: the layout is unknown")
     torn: list[int] = []
     metrics = take(folder.metrics_file, lambda text: _metrics(text, torn), "")

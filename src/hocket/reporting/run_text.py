@@ -8,6 +8,7 @@ from hocket.reporting.curve import curve_text
 from hocket.reporting.decomposition import PARTS
 from hocket.reporting.payload import in_words, run_figures, run_parts, run_verdict, traffic
 from hocket.reporting.record import RunRecord
+from hocket.reporting.served import figure_text
 from hocket.reporting.table import table_text
 from hocket.reporting.timeline import timeline_text
 from hocket.reporting.topology import matrix_text
@@ -39,8 +40,8 @@ def report_text(
     rows = [
         [
             figure["title"],
-            _shown(figure["unit"], figure["predicted"]),
-            _shown(figure["unit"], figure["measured"]),
+            figure_text(figure["unit"], figure["predicted"]),
+            figure_text(figure["unit"], figure["measured"]),
             _off(figure["unit"], figure["measured"], figure["predicted"]),
         ]
         for figure in run_figures(record)
@@ -108,7 +109,7 @@ def both_text(records: Sequence[RunRecord]) -> str:
             [
                 title,
                 *(
-                    _shown(unit, found[title]["measured"]) if title in found else ""
+                    figure_text(unit, found[title]["measured"]) if title in found else ""
                     for found in columns
                 ),
             ]
@@ -130,18 +131,6 @@ def _head(record: RunRecord) -> str:
         words.append(f"{record.spec.layout} ({in_words(record.spec.layout)})")
     steps = record.spec.options.steps if record.spec is not None else "?"
     return ": ".join(words) + f"\n{record.steps_done} of {steps} steps"
-
-
-def _shown(unit: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    if unit == "seconds":
-        return format_seconds(value)
-    if unit == "bytes":
-        return format_bytes(value)
-    if unit == "share":
-        return f"{value:.1%}"
-    return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
 
 
 OFF_BY = "off by: predicted over measured, less 100%; + means that too much was predicted"
@@ -232,9 +221,9 @@ def _alternatives(record: RunRecord) -> str:
         [
             [
                 printable(a.layout),
-                _shown("seconds", a.step_seconds),
-                _shown("bytes", a.memory),
-                _shown("share", a.bubble),
+                figure_text("seconds", a.step_seconds),
+                figure_text("bytes", a.memory),
+                figure_text("share", a.bubble),
                 "this run" if a.chosen else "does not fit" if a.fits is False else "",
             ]
             for a in record.forecast.alternatives[:TEN]

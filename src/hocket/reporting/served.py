@@ -9,12 +9,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from hocket.reporting.record import cores_of_others, disturbed
-from hocket.spec.errors import HocketError
+from hocket.reporting.record import cores_of_others, disturbed, reader
 from hocket.spec.files import parse_json
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
@@ -31,8 +30,6 @@ from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 MEASURED = "measured.json"
-
-Read = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,20 +95,7 @@ def read_served(path: Path) -> ServerRecord:
     folder = RunFolder(path)
     notes: list[str] = []
 
-    def take(file: Path, reader: Callable[[str], Read], absent: str) -> Read | None:
-        try:
-            return reader(file.read_text(encoding="utf-8", errors="replace"))
-        except FileNotFoundError:
-            if absent:
-                notes.append(absent)
-        except OSError as error:
-            notes.append(f"{file.name} cannot be read: {error.strerror}")
-        except HocketError as error:
-            notes.append(error.message)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            notes.append(f"{file.name} is damaged and left out: {type(error).__name__}")
-        return None
-
+    take = reader(notes)
     spec = take(folder.spec_file, RunSpec.from_json, "run.json is missing: the layout is unknown")
     forecast = take(
         folder.forecast_file, ServingForecast.from_json, "the folder holds no forecast.json"
@@ -374,6 +358,8 @@ def figure_text(unit: str, value: float | None) -> str:
         return format_bytes(value)
     if unit == "tokens":
         return f"{format_count(value)} tokens"
+    if unit == "share":
+        return f"{value:.1%}"
     return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
 
 

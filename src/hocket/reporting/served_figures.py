@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hocket.reporting.figures import new_figure, no_formula, write_figure
 from hocket.reporting.served import ServerRecord, load_curves, load_text, round_seconds
-from hocket.spec.errors import OptionError
 
 COLOURS = {"predicted": "#0072b2", "from measured steps": "#d55e00", "measured": "#009e73"}
 
@@ -17,15 +17,7 @@ def save_served_figure(several: Sequence[ServerRecord], path: Path) -> None:
     Raises:
         OptionError: matplotlib is not installed, or writes no such form.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError(
-            "--format png needs the package matplotlib", hint='pip install "hocket[report]"'
-        ) from None
-    figure = Figure(figsize=(14, 4.6 * len(several)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(14, 4.6 * len(several))
     axes = figure.subplots(len(several), 3, squeeze=False)
     for (bars, load, wait), served in zip(axes, several, strict=True):
         rows = round_seconds(served)
@@ -36,7 +28,7 @@ def save_served_figure(several: Sequence[ServerRecord], path: Path) -> None:
         bars.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=7)
         bars.invert_yaxis()
         name = f"{served.name} ({served.spec.layout})" if served.spec else served.name
-        bars.set_title(_plain(f"{name}: milliseconds per decode step"), fontsize=10, loc="left")
+        bars.set_title(no_formula(f"{name}: milliseconds per decode step"), fontsize=10, loc="left")
         bars.legend(fontsize=8, frameon=False)
         for kind, loads in load_curves(served):
             rates = [one.rate for one in loads]
@@ -50,15 +42,7 @@ def save_served_figure(several: Sequence[ServerRecord], path: Path) -> None:
         load.set_title("tokens/s of a replica over requests/s", fontsize=10, loc="left")
         wait.set_title("milliseconds to a token, p90, over requests/s", fontsize=10, loc="left")
         for one in (load, wait):
-            one.set_xlabel(_plain(load_text(served)), fontsize=7)
+            one.set_xlabel(no_formula(load_text(served)), fontsize=7)
             if one.has_data():
                 one.legend(fontsize=7, frameon=False)
-    try:
-        figure.savefig(path, format=path.suffix.lstrip(".") or "png")
-    except ValueError as error:
-        raise OptionError(f"{path}: {error}", hint=f"--out {path.with_suffix('.png')}") from None
-
-
-def _plain(text: str) -> str:
-    """Dollar signs as they are: a name is no formula."""
-    return text.replace("$", r"\$")
+    write_figure(figure, path)

@@ -1,6 +1,6 @@
 """Layout to Schedule: the named schedules, the passes that lower them, the check, the file."""
 
-from hocket.schedules.file import load_schedule, save_schedule
+from hocket.schedules.file import load_schedule
 from hocket.schedules.lower import add_communication, add_reduce_grad, lower, relower
 from hocket.schedules.registry import NAMES, build_schedule
 from hocket.schedules.validate import validate_schedule
@@ -13,6 +13,5 @@ __all__ = [
     "load_schedule",
     "lower",
     "relower",
-    "save_schedule",
     "validate_schedule",
 ]

@@ -9,7 +9,6 @@ from hocket.schedules.lower import has_communication, lower
 from hocket.schedules.validate import validate_schedule
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
-from hocket.spec.run import write_text
 from hocket.spec.schedule import Schedule
 
 
@@ -38,8 +37,3 @@ def load_schedule(
         schedule = lower(schedule)
     validate_schedule(schedule, layout=layout, num_microbatches=num_microbatches)
     return schedule
-
-
-def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the text form; `load_schedule` reads it back equal."""
-    write_text(Path(path), str(schedule))

@@ -17,22 +17,26 @@ Legend: B rows, S positions of one round, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from hocket.runtime import collectives
-from hocket.runtime.mesh import Mesh
+from hocket.runtime.collectives import all_gather
+from hocket.runtime.mesh import Axis, Mesh
+from hocket.runtime.pipeline.cut import Missing
 from hocket.runtime.pipeline.stage import Stage
+from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.layers import VocabParallelHead
-from hocket.serving.cache import StageCache, held_layers
 from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
-from hocket.serving.sampling import VocabularyRange, next_tokens
+from hocket.spec.plan import StagePlan
 
 Rows = Literal["padded", "equal", "whole"]
 
@@ -264,3 +268,125 @@ def _vocabulary(stage: Stage, mesh: Mesh) -> VocabularyRange:
             )
     alone = mesh.axis("tp")
     return VocabularyRange(axis=type(alone)("tp"))
+
+
+class StageCache(DynamicCache):
+    """A cache for the layers `held`; the other layers' lengths are those of a held one.
+
+    Args:
+        config: the model's configuration, which tells the kind of each layer.
+        held: indices of the layers of this stage, among all of the model's.
+    """
+
+    def __init__(self, config: Any, held: Collection[int]) -> None:
+        super().__init__(config=config)
+        self.held = sorted(held)
+        # Of every kind (full, sliding window), the first held layer stands in for foreign ones.
+        first: dict[type, Any] = {}
+        for index in self.held:
+            first.setdefault(type(self.layers[index]), self.layers[index])
+        for index, layer in enumerate(self.layers):
+            if index not in self.held:
+                self.layers[index] = first.get(type(layer), layer)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen so far."""
+        if self.held and layer_idx not in self.held:
+            layer_idx = self.held[0]
+        return int(super().get_seq_length(layer_idx))
+
+
+def held_layers(module: nn.Module, plan: StagePlan | None) -> list[int]:
+    """Indices of the layers that a cut module still holds."""
+    if plan is None:
+        return []
+    layers = module.get_submodule(plan.layers)
+    return [i for i, layer in enumerate(layers.children()) if not isinstance(layer, Missing)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyRange:
+    """Which part of the vocabulary this rank's logits cover.
+
+    Attributes:
+        axis: the ranks that hold the others; one rank holds all.
+        start: first token id of this rank.
+        sizes: token ids held by each rank of the axis.
+    """
+
+    axis: Axis
+    start: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+def next_tokens(
+    logits: Tensor,
+    options: SamplingParams,
+    position: int,
+    vocabulary: VocabularyRange,
+    recorder: Recorder,
+) -> Tensor:
+    """The next token of each row: [B], equal on every rank of the axis.
+
+    Args:
+        logits: [B, V of this rank].
+        options: how to choose.
+        position: how many tokens were chosen before.
+        vocabulary: the part that `logits` covers.
+        recorder: counts what is moved.
+    """
+    logits = logits.float()
+    if options.temperature == 0:
+        return _most_probable(logits, vocabulary, recorder)
+    whole = all_gather(logits, vocabulary.axis, recorder, dim=-1, sizes=vocabulary.sizes or None)
+    return draw_row_tokens(whole, options, position)
+
+
+def _most_probable(logits: Tensor, vocabulary: VocabularyRange, recorder: Recorder) -> Tensor:
+    """The largest logit's token; of equals the first, as argmax over the whole row would."""
+    axis = vocabulary.axis
+    if axis.size == 1:
+        return logits.argmax(dim=-1)
+    if logits.shape[-1] == 0:
+        best = logits.new_full(logits.shape[:-1], float("-inf"))
+        index = torch.zeros_like(best)
+    else:
+        best, found = logits.max(dim=-1)
+        # the first of equals: `max` does not promise which one it names
+        found = (logits == best.unsqueeze(-1)).int().argmax(dim=-1)
+        index = (found + vocabulary.start).double()
+    pairs = torch.stack([best.double(), index.double()], dim=-1).unsqueeze(0)
+    every = all_gather(pairs, axis, recorder, dim=0)  # [ranks, B, 2]
+    winner = every[..., 0].argmax(dim=0)
+    return every[..., 1].gather(0, winner.unsqueeze(0)).squeeze(0).long()
+
+
+def draw_row_tokens(logits: Tensor, options: SamplingParams, position: int) -> Tensor:
+    """One token per row [B] from whole rows of logits [B, V], in the order of temperature,
+    top-k, top-p that transformers uses.
+    """
+    scores = logits.double() / options.temperature
+    if options.top_k is not None and options.top_k < scores.shape[-1]:
+        least = scores.topk(options.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if options.top_p is not None and options.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        probability = ordered.softmax(dim=-1)
+        before = probability.cumsum(dim=-1) - probability
+        dropped = torch.zeros_like(scores, dtype=torch.bool)
+        dropped.scatter_(-1, order, before >= options.top_p)
+        scores = scores.masked_fill(dropped, float("-inf"))
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
+    at = torch.tensor(
+        [_row_uniform(options.seed or 0, row, position) for row in range(scores.shape[0])],
+        dtype=cumulative.dtype,
+        device=cumulative.device,
+    ).unsqueeze(-1)
+    # The first token whose cumulative probability exceeds the draw: never one of probability 0.
+    return torch.searchsorted(cumulative, at * cumulative[..., -1:], right=True).squeeze(-1)
+
+
+def _row_uniform(seed: int, row: int, position: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone, on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{row}/{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / float(1 << 53)

@@ -296,12 +296,6 @@ class Curve:
     worst: Share = 0.0
     busy: tuple[Share, ...] = ()
 
-    def fitted(self, size: float) -> float:
-        """Seconds of a message of `size` bytes by the fit."""
-        assert self.lines, self.operation
-        line = next((one for one in self.lines if size <= one.bytes), self.lines[-1])
-        return line.latency + size / line.rate
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineMeasurements:
@@ -334,13 +328,6 @@ class MachineMeasurements:
     sharing: tuple[Sharing, ...] = ()
     curves: tuple[Curve, ...] = ()
     pulses: tuple[Pulse, ...] = ()
-
-    def curve(self, operation: str, ranks: int, *, backend: str, world: int) -> Curve | None:
-        """The curve of that very kind, if it was measured."""
-        wanted = (backend, operation, ranks, world)
-        return next(
-            (c for c in self.curves if (c.backend, c.operation, c.ranks, c.world) == wanted), None
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: tables, and rows in the order of each word's fields."""

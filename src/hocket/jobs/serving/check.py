@@ -93,7 +93,7 @@ def served_check(
             traceback.
     """
     from hocket.jobs.precision import device_kind
-    from hocket.jobs.proxy.check import require_equal
+    from hocket.jobs.proxy import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
     from hocket.launch import joined_context

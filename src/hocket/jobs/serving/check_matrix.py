@@ -182,7 +182,7 @@ class _Row:
         ratio: float | None = None,
     ) -> None:
         """A cell that is not equal: rejected where `hocket serve` says so before ranks start."""
-        from hocket.jobs.proxy.check import require_equal
+        from hocket.jobs.proxy import require_equal
         from hocket.models.source import resolve_model
 
         reason = self._reason(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import socket
@@ -40,16 +39,9 @@ def server_folder(server: PreparedServer) -> RunFolder:
     folder = RunFolder(asked)
     lock.reject_locked(folder.path)
     if folder.spec_file.exists():
-        names = (folder.path.with_name(f"{folder.path.name}-{k}") for k in itertools.count(2))
-        free = next(name for name in names if not name.exists())
+        free = prepare.free_name(folder.path)
         raise RunFolderError(f"{folder.path} already holds a run", hint=f"--run {free}")
-    path = folder.path.absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is a file, not a folder"
-        raise RunFolderError(
-            f"{folder.path} cannot be made: {there} {why}", hint="--run runs/served"
-        )
+    prepare.require_writable(folder, "runs/served")
     return folder
 
 
@@ -155,7 +147,7 @@ class Launchers:
 
     def make(self, number: int) -> Launcher:
         """A warm one for the replica of that number, with GPUs of its own."""
-        from hocket.jobs.serving.gpus import replica_gpus
+
         from hocket.jobs.train import modeling_modules
         from hocket.launch import Launcher
         from hocket.ranks.serving import PRELOAD
@@ -182,7 +174,7 @@ class Launchers:
 
 def require_split(launcher: Launcher, server: PreparedServer) -> None:
     """Refuse an architecture that would compute something else when it is split, or served."""
-    from hocket.jobs.proxy.check import require_equal
+    from hocket.jobs.proxy import require_equal
 
     attention = server.request.options.attention
     require_equal(
@@ -207,3 +199,23 @@ def sweep_folders(where: Path) -> None:
                 continue
             if not Path(f"/proc/{number}").exists():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def replica_gpus(number: int, size: int) -> list[str]:
+    """The GPUs of one replica, among those that this process may use.
+
+    Raises:
+        OptionError: there are fewer: another program's GPU is not taken.
+    """
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = range(number * size, (number + 1) * size)
+    if not seen:
+        return [str(i) for i in mine]
+    names = [name.strip() for name in seen.split(",")]
+    if mine[-1] >= len(names):
+        raise OptionError(
+            f"replica {number} needs GPUs {mine[0]} to {mine[-1]} of those that this process may "
+            f"use; CUDA_VISIBLE_DEVICES={seen} names {len(names)}",
+            hint=f"fewer replicas, or CUDA_VISIBLE_DEVICES with {mine[-1] + 1} GPUs",
+        )
+    return [names[i] for i in mine]

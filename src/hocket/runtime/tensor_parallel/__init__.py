@@ -7,7 +7,7 @@ row-parallel one, so that attention and MLP each cost one all-reduce forward and
 from hocket.runtime.tensor_parallel.apply import apply_tensor_parallel, copies_needed
 from hocket.runtime.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from hocket.runtime.tensor_parallel.embedding import VocabParallelEmbedding
-from hocket.runtime.tensor_parallel.gradients import PartialGradients, sum_partial_gradients
+from hocket.runtime.tensor_parallel.gradients import PartialGradients
 from hocket.runtime.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -22,6 +22,5 @@ __all__ = [
     "VocabParallelHead",
     "apply_tensor_parallel",
     "copies_needed",
-    "sum_partial_gradients",
     "vocab_parallel_cross_entropy",
 ]

@@ -66,12 +66,3 @@ class PartialGradients:
                 totals = torch.split(flat, [part.numel() for part in parts])
                 for part, total in zip(parts, totals, strict=True):
                     part.copy_(total.view_as(part))
-
-
-def sum_partial_gradients(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    placements: Mapping[str, Placement],
-    mesh: Mesh,
-) -> None:
-    """Sum all partial gradients once. In a loop keep a `PartialGradients` instead."""
-    PartialGradients(named_parameters, placements, mesh).sum()

@@ -56,11 +56,6 @@ class TokenizerFace:
         """The text of some ids, special tokens written out."""
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
-    def token_id(self, text: str) -> int | None:
-        """The id of a token's own text."""
-        found = self._backend.token_to_id(text)
-        return None if found is None else int(found)
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for inside a text; empty for an id of no token."""
         found = self._known.get(token)
