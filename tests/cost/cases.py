@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from hocket.cost.communication import Step, communication, threads_communication
+from hocket.cost.communication import Step, communication
+from hocket.cost.communication_table import Table
 from hocket.cost.context_communication import AttentionHeads
 from hocket.cost.stage_communication import StageShare
 from hocket.models.context_scans import splits_state
@@ -168,6 +169,38 @@ def recorded_and_expected(
         ),
     )  # fmt: skip
     return mesh.recorder.collectives(), expected
+
+
+def threads_communication(
+    *,
+    replicas: int,
+    num_microbatches: int,
+    input_bytes: int,
+    output_bytes: int,
+    state_bytes: int,
+    gradient_bytes: int,
+) -> list[dict[str, Any]]:
+    """The collectives of `data_parallel=threads`: replicas as threads of one process.
+
+    Args:
+        replicas: the degree dp.
+        num_microbatches: of the step; everything happens in each.
+        input_bytes: of one whole microbatch's inputs, scattered.
+        output_bytes: of its outputs (logits), gathered; their gradient is scattered.
+        state_bytes: of parameters and buffers, broadcast.
+        gradient_bytes: of the parameters' gradients, reduced onto the master.
+    """
+    table = Table()
+    if replicas > 1:
+        for name, nbytes in (
+            ("scatter", input_bytes),
+            ("broadcast", state_bytes),
+            ("gather", output_bytes),
+            ("scatter", output_bytes),
+            ("reduce", gradient_bytes),
+        ):
+            table.add(name, "dp", "microbatch", num_microbatches, nbytes)
+    return table.list()
 
 
 def threads(context: Any, replicas: int, microbatches: int) -> Any:

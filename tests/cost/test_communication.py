@@ -9,7 +9,6 @@ from hocket.cost.communication import (
     bucket_bytes,
     communication,
     differences,
-    threads_communication,
 )
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
@@ -107,17 +106,6 @@ def test_routing_weights_ride_along() -> None:
     count, nbytes = found["all-reduce", "tp", "microbatch"]
     assert count == 4 * M
     assert nbytes == M * (4 * HIDDEN + 2 * B * S * 4)
-
-
-def test_threads_move_parameters_every_microbatch() -> None:
-    numbers = {"input_bytes": 10, "output_bytes": 100, "state_bytes": 1000, "gradient_bytes": 900}
-    assert threads_communication(replicas=1, num_microbatches=2, **numbers) == []
-    assert rows(threads_communication(replicas=2, num_microbatches=2, **numbers)) == {
-        ("broadcast", "dp", "microbatch"): (2, 2000),
-        ("gather", "dp", "microbatch"): (2, 200),
-        ("reduce", "dp", "microbatch"): (2, 1800),
-        ("scatter", "dp", "microbatch"): (4, 220),
-    }
 
 
 def test_differences_name_what_is_missing_and_what_is_too_much() -> None:

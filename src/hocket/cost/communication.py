@@ -70,7 +70,6 @@ __all__ = [
     "differences",
     "frozen_buckets",
     "shared_buckets",
-    "threads_communication",
 ]
 
 
@@ -218,38 +217,6 @@ def _pipeline(table: Table, step: Step, stage: int, place: Sequence[int], slices
         if 0 <= neighbour < len(place) and place[neighbour] != place[stage]:
             for name in ("send", "receive"):
                 table.add(name, "pp", "microbatch", step.num_microbatches, nbytes)
-
-
-def threads_communication(
-    *,
-    replicas: int,
-    num_microbatches: int,
-    input_bytes: int,
-    output_bytes: int,
-    state_bytes: int,
-    gradient_bytes: int,
-) -> list[dict[str, Any]]:
-    """The collectives of `data_parallel=threads`: replicas as threads of one process.
-
-    Args:
-        replicas: the degree dp.
-        num_microbatches: of the step; everything happens in each.
-        input_bytes: of one whole microbatch's inputs, scattered.
-        output_bytes: of its outputs (logits), gathered; their gradient is scattered.
-        state_bytes: of parameters and buffers, broadcast.
-        gradient_bytes: of the parameters' gradients, reduced onto the master.
-    """
-    table = Table()
-    if replicas > 1:
-        for name, nbytes in (
-            ("scatter", input_bytes),
-            ("broadcast", state_bytes),
-            ("gather", output_bytes),
-            ("scatter", output_bytes),
-            ("reduce", gradient_bytes),
-        ):
-            table.add(name, "dp", "microbatch", num_microbatches, nbytes)
-    return table.list()
 
 
 def differences(

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hocket.cost.constants import Platform, constants
-from hocket.cost.machine import ClusterNumbers, MeasuredCurve, machine
+from hocket.cost.machine import MeasuredCurve, machine
 from hocket.cost.serving_constants import default_engine, serving_constants
 from hocket.cost.serving_shape import served_shape
 from hocket.cost.serving_step import (
@@ -153,7 +153,7 @@ class ServingPrices:
 
 def serving_prices(
     shape: ModelShape,
-    cluster: Cluster | ClusterNumbers,
+    cluster: Cluster,
     *,
     tp: int = 1,
     pp: int = 1,
@@ -165,7 +165,6 @@ def serving_prices(
     cache_precision: str | None = None,
     engine: str | None = None,
     max_num_batched_tokens: int | None = None,
-    gpu: str = "",
     curves: Iterable[MeasuredCurve] = (),
     expert_imbalance: float = 1.0,
     request_tokens: float = np.inf,
@@ -173,7 +172,7 @@ def serving_prices(
     """Prices of one replica.
 
     Args:
-        cluster: the GPUs; a Machine where the numbers are known (then `gpu` names its kind).
+        cluster: the GPUs.
         tp, pp, ep: tensor, pipeline and expert ranks; the replica has tp x pp x attention_dp GPUs,
             among whose ranks of one stage ep divides the experts, and tp the rest.
         attention_dp: ranks among which attention divides sequences instead of heads.
@@ -201,18 +200,13 @@ def serving_prices(
     if cache_precision not in CACHE_BYTES:
         message, hint = unknown("cache precision", cache_precision, CACHE_BYTES)
         raise OptionError(message, hint=hint)
-    if isinstance(cluster, ClusterNumbers):
-        numbers, name = cluster, gpu or "H100"
-        flops = numbers.flops
-        few = precision in ("fp8", "fp4")
-    else:
-        node = cluster.node
-        name = node.gpu.name
-        numbers = machine(cluster, "bf16", curves)
-        if node.link.kind == "nvlink-pairs" and node.num_gpus > 2 and tp > 2:
-            numbers = dataclasses.replace(numbers, link=np.array([float(node.pcie)]))
-        used = products_in(precision, node.gpu.flops)
-        flops, few = _floats(node.gpu.flops[used]), used in ("fp8", "fp4")
+    node = cluster.node
+    name = node.gpu.name
+    numbers = machine(cluster, "bf16", curves)
+    if node.link.kind == "nvlink-pairs" and node.num_gpus > 2 and tp > 2:
+        numbers = dataclasses.replace(numbers, link=np.array([float(node.pcie)]))
+    used = products_in(precision, node.gpu.flops)
+    flops, few = _floats(node.gpu.flops[used]), used in ("fp8", "fp4")
     found = serving_constants(name, engine)
     replica = ReplicaColumns(
         tp=_floats(tp),

@@ -27,8 +27,8 @@ NEAR = 0.1
 """Difference of two shares of a step that still counts as the same."""
 
 
-def _verdict(holds: bool, otherwise: str = "false", here: str = "true") -> str:
-    return here if holds else otherwise
+def _verdict(holds: bool, here: str = "true") -> str:
+    return here if holds else "false"
 
 
 def threads(guide: Guide) -> Stop:
@@ -122,7 +122,7 @@ def zero(guide: Guide) -> Stop:
     return Stop(
         key="zero",
         command=f"hocket compare {MODEL} --memory-per-rank {limit} --strategies data zero{last}",
-        verdict=_verdict(near and equal and bool(refusal) and not refused, here="true_if"),
+        verdict=_verdict(near and equal and bool(refusal) and not refused, "true_if"),
         values={
             "stage": str(last),
             "state": format_bytes(state),
@@ -159,7 +159,7 @@ def layers(guide: Guide) -> Stop:
     return Stop(
         key="layers",
         command="hocket schedule --layout pp4 --schedule sequential --microbatches 1",
-        verdict=_verdict(near and even.layers == (12, 12, 12, 12), here="true_if"),
+        verdict=_verdict(near and even.layers == (12, 12, 12, 12), "true_if"),
         values={
             "predicted": f"{predicted:.0%}",
             "measured": f"{even.bubble:.0%}",
@@ -186,7 +186,7 @@ def microbatch_stop(guide: Guide) -> Stop:
     return Stop(
         key="microbatches",
         command=f"hocket compare {MODEL} --sweep microbatches",
-        verdict=_verdict(falls and near, here="true_if"),
+        verdict=_verdict(falls and near, "true_if"),
         values={
             "predicted": ", ".join(f"{share:.0%}" for share in theory),
             "measured": ", ".join(f"{share:.0%}" for share in found),
@@ -321,7 +321,7 @@ def links_compared(guide: Guide) -> Stop:
     return Stop(
         key="links",
         command="hocket links llama-2-7b --cluster 1x8xA100-SXM-80 --layout tp8",
-        verdict=_verdict(1 < ratios[0] < predicted, here="units"),
+        verdict=_verdict(1 < ratios[0] < predicted, "units"),
         values={
             "nvlink": f"{nvlink.rate / 1e9:g} GB/s",
             "pcie": f"{pcie.rate / 1e9:g} GB/s",
@@ -376,7 +376,7 @@ def pool_stop(guide: Guide) -> Stop:
     return Stop(
         key="pool",
         command=f"hocket compare {MODEL} --memory-per-rank {limit} --strategies 1f1b tensor",
-        verdict=_verdict(holds, here="true_if"),
+        verdict=_verdict(holds, "true_if"),
         values={
             "needs": format_bytes(needs),
             "limit": format_bytes(allowed),
@@ -416,7 +416,7 @@ def serving(guide: Guide) -> Stop:
     return Stop(
         key="serving",
         command="hocket plan gpt-4 --serve",
-        verdict=_verdict(len(rows) == 3, here="true_if"),
+        verdict=_verdict(len(rows) == 3, "true_if"),
         values={
             "weights": format_bytes(size),
             "cache": format_bytes(cache),

@@ -341,9 +341,9 @@ def _first(table: tuple[tuple[str, str], ...], text: str) -> str | None:
     return next((found for pattern, found in table if re.search(pattern, text, re.I)), None)
 
 
-def _precision(text: str, narrow: str = "bf16") -> str:
+def _precision(text: str) -> str:
     if not text:
-        return narrow
+        return "bf16"
     for known in ("bf16", "fp16", "fp8", "fp4", "int8", "int4"):
         if text.startswith(known):
             return known

@@ -83,7 +83,7 @@ _REFUSED = {
 }
 
 
-def http_error(error: BaseException, param: str | None = None) -> ApiError:
+def http_error(error: BaseException) -> ApiError:
     """What an exception of ours means to the client; anything unknown is a fault of ours, 500."""
     if isinstance(error, ApiError):
         return error
@@ -92,9 +92,9 @@ def http_error(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, RequestRefused):
         status, code = _REFUSED[error.kind]
         after = (error.retry_after or 1.0) if status == 429 else None
-        return ApiError(status, _text(error), code=code, param=param, retry_after=after)
+        return ApiError(status, _text(error), code=code, retry_after=after)
     if isinstance(error, OptionError):
-        return ApiError(400, _text(error), param=param)
+        return ApiError(400, _text(error))
     if isinstance(error, DeadlinePassed):
         return ApiError(504, _text(error), code="deadline_exceeded")
     if isinstance(error, AnswerFailed):

@@ -36,13 +36,13 @@ class CompletionLogprobs:
     text_offset.
 
     Args:
-        as_ids: tokens are named by their ids. offset: characters before the first.
+        as_ids: tokens are named by their ids.
     """
 
-    def __init__(self, words: TokenizerFace, *, as_ids: bool = False, offset: int = 0) -> None:
+    def __init__(self, words: TokenizerFace, *, as_ids: bool = False) -> None:
         self.words = words
         self.as_ids = as_ids
-        self.offset = offset
+        self.offset = 0
         self._open = codecs.getincrementaldecoder("utf-8")("replace")
         self.clear()
 
