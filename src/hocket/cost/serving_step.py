@@ -189,7 +189,7 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
     for kind in dict.fromkeys(shape.layers):
         layers = layers + shape.layers.count(kind) * _layer(shape, shape.blocks[kind], at, load)
     sampled = np.maximum(load.decode_batch, 1.0)
-    head = _products(shape, shape.blocks["head"], at, sampled)
+    head = _products(shape.blocks["head"], at, sampled)
     vocab = ACTIVATION * 4 * shape.vocab / at.tp * sampled / (_bandwidth(at) * TRAFFIC_RATE)
     head = head + vocab
     hop = np.zeros_like(layers)
@@ -208,7 +208,7 @@ def _layer(shape: ModelShape, block: BlockShape, at: ReplicaColumns, load: StepL
     constants = at.constants
     tokens = load.prefill_tokens + load.decode_batch
     mine = tokens / at.attention_dp
-    time = _products(shape, block, at, tokens)
+    time = _products(block, at, tokens)
     for core in block.attention:
         time = time + _attention(core, block, at, load) + _over_context(core, block, at, load)
     inside = sum(m.forward for m in block.memory_bound if m.split != "outside")
@@ -232,7 +232,7 @@ def _kernels(block: BlockShape, at: ReplicaColumns) -> Floats:
     return found
 
 
-def _products(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
+def _products(block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
     time = np.zeros(np.broadcast(tokens, at.tp).shape)
     for same in together(block.products):
         first = same[0]

@@ -171,7 +171,7 @@ def compare_sweep(
     pipeline_microbatches(asked, request.workload.global_batch)  # refused before anything starts
     points = []
     with Bench(request, dataclasses.replace(asked, input_work=0.0), on_strategy) as bench:
-        for at, strategy, layers in _points(request, asked, axis, bench.source):
+        for at, strategy, layers in _points(request, asked, axis):
             bench.say(f"{axis} {at}: {strategy.title}")
             source = None if layers is None else source_with_layers(bench.source, layers)
             points.append(Point(at=at, outcome=bench.run(strategy, source=source)))
@@ -179,7 +179,7 @@ def compare_sweep(
 
 
 def _points(
-    request: JobRequest, asked: CompareRequest, axis: str, source: ModelSource
+    request: JobRequest, asked: CompareRequest, axis: str
 ) -> Iterator[tuple[int, Strategy, int | None]]:
     batch, n = request.workload.global_batch, asked.devices
     if axis == "devices":

@@ -115,7 +115,7 @@ def measure_machine(
                 raise
             cause = error.message.strip().splitlines()[-1]
             unknown.append(f"what comes after {list(parts)[-1]}, where a rank failed: {cause}")
-    unknown += _lacking(here, parts)
+    unknown += _lacking(here)
     if host.load > BUSY:
         unknown.append(
             f"the idle machine: other programs took {host.load:.2g} of its {host.cores} cores "
@@ -155,7 +155,7 @@ def _joined(here: ProbeTarget, measured: tuple[DevicePair, ...]) -> tuple[Device
     return tuple(found) or measured
 
 
-def _lacking(here: ProbeTarget, parts: dict[str, list[Any]]) -> list[str]:
+def _lacking(here: ProbeTarget) -> list[str]:
     """In words, what a machine of this kind cannot tell."""
     found = []
     if here.kind == "cuda":

@@ -160,9 +160,7 @@ def server_forecast(
         Prefill(tokens=n, seconds=float(steps.prefill_seconds(n, sizes.batch_tokens)))
         for n in dict.fromkeys([*prompts, service.prompt_len])
     )
-    loads, needs, most = under_load(
-        steps, sizes, service, tokens, steps.stages, data_ranks=one.data_ranks
-    )
+    loads, needs, most = under_load(steps, sizes, service, tokens, data_ranks=one.data_ranks)
     return ServingForecast(
         layout=str(layout),
         decode=decode,
@@ -193,7 +191,6 @@ def under_load(
     sizes: EngineSizes,
     service: Service,
     tokens: int,
-    stages: int = 1,
     *,
     data_ranks: int = 1,
 ) -> tuple[tuple[ServiceLoad, ...], tuple[Need, ...], float]:

@@ -131,7 +131,7 @@ def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
         layout = Layout.parse(text)
         try:
             board = build_schedule(layout, layout.microbatches or 1)
-            rows = _memory(dataclasses.replace(job, layout=layout), board, [])
+            rows = _memory(dataclasses.replace(job, layout=layout), board)
         except HocketError:
             continue
         if max(row["total"] for row in rows) <= allowed:
@@ -139,7 +139,7 @@ def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
     return None
 
 
-def _memory(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[dict[str, int]]:
+def _memory(spec: RunSpec, schedule: Schedule) -> list[dict[str, int]]:
     from hocket.cost.measured_memory import gpu_memory_rows
     from hocket.ranks.trace import shape_here
 

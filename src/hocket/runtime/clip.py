@@ -61,7 +61,7 @@ class GradientNorm:
                 mine = [piece for piece in pieces if piece.name == name]
                 self.parameters += [piece.tensor for piece in mine]
                 if counts or placement.is_expert:
-                    self._add_pieces(mine, placement, parameter, index)
+                    self._add_pieces(mine, placement, index)
                 continue
             self.parameters.append(parameter)
             if placement.tie is not None:
@@ -82,9 +82,7 @@ class GradientNorm:
             else:
                 self._slices += [(parameter, block.in_local) for block in blocks]
 
-    def _add_pieces(
-        self, pieces: Sequence[FlatShard], placement: Placement, parameter: nn.Parameter, index: int
-    ) -> None:
+    def _add_pieces(self, pieces: Sequence[FlatShard], placement: Placement, index: int) -> None:
         """Count pieces of a parameter by the same rules; of a block that another rank counts, a
         mask leaves the elements out, since a piece may begin and end anywhere in it."""
         if placement.tie is not None or (not placement.sharded and index):

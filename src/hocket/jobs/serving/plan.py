@@ -270,7 +270,7 @@ def _plan(
         if several or claim or layout is not None or options["trace"] is not None
         else planning.other_weights(first_problem, stored, published, pins),
         explanation=explanation,
-        notes=_notes(shape, [kind.gpu for kind in kinds if kind.best is not None]),
+        notes=_notes([kind.gpu for kind in kinds if kind.best is not None]),
     )
 
 
@@ -392,7 +392,7 @@ def size_is_public(model: str) -> bool:
     return model.lower() not in models.hypothesis_names()
 
 
-def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
+def _notes(gpus: Sequence[str]) -> tuple[str, ...]:
     from hocket.cost.serving_constants import gpu_entry
 
     notes = []

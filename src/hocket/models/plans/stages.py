@@ -37,7 +37,7 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
     model: Any = proxy.build()
     kind = model.config.model_type
     names = {id(module): name for name, module in model.named_modules()}
-    decoder, layers_name, layers = _layers(model, names, len(proxy.layers))
+    decoder, layers_name, layers = _layers(model, len(proxy.layers))
     path = names[id(decoder)]
 
     order: list[str] = []
@@ -210,7 +210,7 @@ def handed_on(model: nn.Module, layers: str, run: Callable[[], Any]) -> str:
     return f"its layers hand on more than the hidden state ({found[0]})" if found else ""
 
 
-def _layers(model: Any, names: dict[int, str], count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+def _layers(model: Any, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
     """(decoder, name of its layers in it, the layers): a list of `count` modules that the decoder
     holds or, as in BERT, that an encoder inside it does.
 
