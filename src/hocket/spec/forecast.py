@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Self
 
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.files import parse_json
@@ -37,25 +37,14 @@ class Alternative:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """What one layout is expected to give.
+class Prediction:
+    """What forecasts of runs and of servers share.
 
     Attributes:
-        layout: text form, with its microbatches.
+        layout: text form.
         why: empty, or why nothing could be predicted; then the numbers are 0 and the rest empty.
-        step_seconds: of a step among others. tokens_per_second: of all ranks.
-        step_range: seconds between which 80% of such steps are, by the residuals of runs that were
-            predicted before; empty where there are none.
-        bubble, idle: as those of `Timeline`.
-        memory: for each rank, bytes by kind (`parameters`, `gradients`, `optimizer`,
-            `activations`) and their `total`.
-        peak_bytes: the totals alone.
-        exposed: axis to seconds of exposed communication, of an average
-            rank and step.
-        compute, communication: seconds of a step that an average rank spends in either.
-        collectives: of all ranks in one step: rows of name, axis, phase, count, bytes.
-        alternatives: what else was considered, best first, where there were several.
-        capacity: bytes that a rank may hold; 0 if unknown. links: axis to what it runs over.
+        memory: for each rank, bytes by kind and their `total`.
+        capacity: bytes that a rank may hold; 0 if unknown.
         cluster: what it is for; measured: when it was probed, and how; empty: it was not, and the
             catalogue's constants stand for it.
         notes: what had to be assumed.
@@ -63,19 +52,9 @@ class Forecast:
 
     layout: str
     why: str = ""
-    step_seconds: float = 0.0
-    step_range: tuple[float, ...] = ()
     tokens_per_second: float = 0.0
-    bubble: float = 0.0
-    idle: float = 0.0
     memory: tuple[dict[str, int], ...] = ()
-    exposed: dict[str, float] = dataclasses.field(default_factory=dict)
-    compute: float = 0.0
-    communication: float = 0.0
-    collectives: tuple[dict[str, Any], ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
     capacity: int = 0
-    links: dict[str, str] = dataclasses.field(default_factory=dict)
     cluster: str = ""
     measured: str = ""
     notes: tuple[str, ...] = ()
@@ -86,19 +65,52 @@ class Forecast:
         return not self.why
 
     @property
+    def basis(self) -> str:
+        """The machine, and what the figures are based on."""
+        how = f"measured {self.measured}" if self.measured else "by the catalogue's constants"
+        return f"{self.cluster}, {how}"
+
+    @classmethod
+    def none(cls, layout: str, why: str) -> Self:
+        """No forecast, and why."""
+        return cls(layout=layout, why=why)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast(Prediction):
+    """What one layout is expected to give.
+
+    Attributes:
+        layout: with its microbatches.
+        step_seconds: of a step among others. tokens_per_second: of all ranks.
+        step_range: seconds between which 80% of such steps are, by the residuals of runs that were
+            predicted before; empty where there are none.
+        bubble, idle: as those of `Timeline`.
+        memory: by `parameters`, `gradients`, `optimizer`, `activations`.
+        peak_bytes: the totals alone.
+        exposed: axis to seconds of exposed communication, of an average
+            rank and step.
+        compute, communication: seconds of a step that an average rank spends in either.
+        collectives: of all ranks in one step: rows of name, axis, phase, count, bytes.
+        alternatives: what else was considered, best first, where there were several.
+        links: axis to what it runs over.
+    """
+
+    step_seconds: float = 0.0
+    step_range: tuple[float, ...] = ()
+    bubble: float = 0.0
+    idle: float = 0.0
+    exposed: dict[str, float] = dataclasses.field(default_factory=dict)
+    compute: float = 0.0
+    communication: float = 0.0
+    collectives: tuple[dict[str, Any], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Bytes at the worst moment, by rank."""
         return tuple(row["total"] for row in self.memory)
-
-    @property
-    def basis(self) -> str:
-        """The machine, and what the figures are based on."""
-        return basis(self.cluster, self.measured)
-
-    @classmethod
-    def none(cls, layout: str, why: str) -> Forecast:
-        """No forecast, and why."""
-        return cls(layout=layout, why=why)
 
     def to_json(self) -> str:
         """A JSON form with an exact inverse; `peak_bytes` is written for readers."""
@@ -130,11 +142,6 @@ class Forecast:
         except OptionError as error:
             raise RunFolderError(f"forecast.json cannot be read: {error.message}") from None
         return found
-
-
-def basis(cluster: str, measured: str) -> str:
-    """A machine, and when it was probed; without that, what stands for it."""
-    return f"{cluster}, " + (f"measured {measured}" if measured else "by the catalogue's constants")
 
 
 def _finite(value: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.files import MALFORMED, parse_json
-from hocket.spec.forecast import basis
+from hocket.spec.forecast import Prediction
 from hocket.spec.rows import require_types
 
 
@@ -94,28 +94,21 @@ class ConsideredServer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingForecast:
+class ServingForecast(Prediction):
     """What a server is expected to give.
 
     Attributes:
-        layout: text form. why: empty, or why nothing could be predicted; the rest is then empty.
         decode, prefill: of one replica. tokens_per_second: that a replica answers with at most.
         prompt_len, output_len: of the requests that `loads` and `needs` are made of; ttft_ms,
             tpot_ms, percentile: the goals of `needs`.
         loads: one replica under load, lightest first. needs: replicas for a load.
-        memory: for each rank of a replica, bytes: `weights`, `step`, `cache`, `total`.
+        memory: for each rank of a replica, by `weights`, `step`, `cache`.
         cache_bytes: of one token on the peak rank. cache_tokens: that a replica holds.
-        capacity: bytes that a rank may hold; 0 if unknown.
         alternatives: what else was considered, best first.
-        cluster: what it is for. measured: when that was probed, and how; empty: it was not, and the
-            catalogue's constants stand for it. notes: what was assumed.
     """
 
-    layout: str
-    why: str = ""
     decode: tuple[Decode, ...] = ()
     prefill: tuple[Prefill, ...] = ()
-    tokens_per_second: float = 0.0
     prompt_len: int = 0
     output_len: int = 0
     ttft_ms: float | None = None
@@ -123,29 +116,9 @@ class ServingForecast:
     percentile: int = 90
     loads: tuple[ServiceLoad, ...] = ()
     needs: tuple[Need, ...] = ()
-    memory: tuple[dict[str, int], ...] = ()
     cache_bytes: int = 0
     cache_tokens: int = 0
-    capacity: int = 0
     alternatives: tuple[ConsideredServer, ...] = ()
-    cluster: str = ""
-    measured: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was predicted."""
-        return not self.why
-
-    @property
-    def basis(self) -> str:
-        """The machine, and what the figures are based on."""
-        return basis(self.cluster, self.measured)
-
-    @classmethod
-    def none(cls, layout: str, why: str) -> Self:
-        """No forecast, and why."""
-        return cls(layout=layout, why=why)
 
     def to_json(self) -> str:
         """A JSON form with an exact inverse."""
