@@ -11,7 +11,7 @@ from hocket.models.experts import skip_absent
 from hocket.models.plans.experts import expert_plan
 from hocket.models.skeleton import build_skeleton
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.expert_parallel import apply_expert_parallel, gather_experts
+from hocket.runtime.expert_parallel import NodeAxes, apply_expert_parallel, gather_experts
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
@@ -59,13 +59,14 @@ def tokens_of(rank: int, routing: str, experts: int) -> tuple[Tensor, Tensor, Te
 
 
 def experts(
-    context: Any, layout: str, family: str, routing: str, gathered: bool
+    context: Any, layout: str, family: str, routing: str, way: str
 ) -> dict[str, float]:
     """The largest relative difference from one process of: output, and gradients of tokens,
     routing weights and parameters; and of the output without gradients.
 
     Args:
-        gathered: tokens are gathered over the experts' ranks, not dispatched to them.
+        way: tokens are `dispatched`, sent once to each `node` of two ranks, or `gathered` over the
+            experts' ranks.
     """
     where = Layout.parse(layout)
     mesh = Mesh(where, context.rank)
@@ -81,11 +82,16 @@ def experts(
 
     placements = {n: Placement.whole(n, tuple(p.shape)) for n, p in holder.named_parameters()}
     token_axis = mesh.axis("tp") if where.tp > 1 else Axis("tp")
+    nodes = None
+    if way == "node":
+        assert mesh.prepare_nodes(2)
+        nodes = NodeAxes(mesh.axis("expert_rail"), mesh.axis("expert_node"))
     apply_expert_parallel(
         holder, plan, placements,
         experts=mesh.axis("expert"), tokens=token_axis, recorder=mesh.recorder,
+        nodes=nodes,
     )  # fmt: skip
-    if gathered:
+    if way == "gathered":
         holder.experts.config._experts_implementation = "grouped_mm"
         counts, why = gather_experts(holder, skip_absent)
         assert counts is not None, why

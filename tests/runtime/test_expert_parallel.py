@@ -14,7 +14,7 @@ ROUTINGS = ("spread", "one", "empty")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("gathered", [False, True], ids=["dispatched", "gathered"])
+@pytest.mark.parametrize("way", ["dispatched", "gathered"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("layout", "family"),
@@ -28,12 +28,12 @@ ROUTINGS = ("spread", "one", "empty")
     ],
 )
 def test_each_token_reaches_its_experts_and_comes_back(
-    ranks, layout: str, family: str, routing: str, gathered: bool
+    ranks, layout: str, family: str, routing: str, way: str
 ) -> None:
     size = 4 if "dp4" in layout or "dp2.tp2" in layout else 2
     found = ranks.run(
         "tests.runtime.expert_cases:experts", size,
-        layout=layout, family=family, routing=routing, gathered=gathered,
+        layout=layout, family=family, routing=routing, way=way,
     )  # fmt: skip
     rows = [row.pop("rows") for row in found]
     for rank, row in enumerate(found):
@@ -41,6 +41,29 @@ def test_each_token_reaches_its_experts_and_comes_back(
     if "ep" in layout.replace("etp", ""):
         # Routed to one half of the experts, some rank has no token at all, and still answers.
         assert (min(rows) == 0.0) == (routing != "spread")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("dp4.ep4", "mixtral"),
+        ("dp4.ep4", "gpt_oss"),
+        ("dp2.tp2.ep4.etp1", "granitemoe"),
+    ],
+)
+def test_a_token_crosses_the_network_once_for_each_node(
+    ranks, layout: str, family: str, routing: str
+) -> None:
+    found = ranks.run(
+        "tests.runtime.expert_cases:experts", 4,
+        layout=layout, family=family, routing=routing, way="node",
+    )  # fmt: skip
+    rows = [row.pop("rows") for row in found]
+    for rank, row in enumerate(found):
+        assert max(row.values()) < 2e-6, (rank, row)
+    assert (min(rows) == 0.0) == (routing != "spread")
 
 
 def test_the_class_keeps_the_slices_of_tp_outside() -> None:

@@ -30,6 +30,7 @@ from hocket.spec.process_groups import (
     data_axis,
     groups_of_rank,
     model_groups,
+    node_groups,
 )
 
 _UNEVEN: list[object] = []
@@ -150,6 +151,17 @@ class Mesh:
     def copies(self, count: int) -> Axis:
         """The `count` neighbours along tp that hold the same key/value heads."""
         return self.axis(copies_axis(count, self.axis("tp").size))
+
+    def prepare_nodes(self, ranks_per_node: int) -> bool:
+        """Create the axes of experts in two levels. Call on every rank with equal arguments.
+
+        Returns:
+            Whether there are any: see `spec.process_groups.node_groups`.
+        """
+        rows = node_groups(self.layout, ranks_per_node)
+        for name, groups in rows:
+            self._add(name, groups)
+        return bool(rows)
 
     def prepare(self, copies: Iterable[int] = (), tie: bool | tuple[int, int] = False) -> None:
         """Create the axes that only some models need. Call on every rank with equal arguments.

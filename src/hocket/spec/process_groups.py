@@ -11,6 +11,7 @@
     shard      dp and cp                 one copy of the ZeRO state
     replicas   dp                        equal shards of a ZeRO state (hybrid sharding)
     expert     the experts they hold     all-to-all of tokens (ep)
+    expert_node, expert_rail            the same in two levels: inside a node, and across nodes
     expert_data nothing of the experts   gradients and ZeRO state of the experts' copies (ep, etp)
     tp_copiesN N neighbours along tp     key/value heads held N times
     embedding  first and last stage      gradients of tied embeddings
@@ -137,6 +138,32 @@ def model_groups(
         ends = sorted(tuple(sorted((row[first], row[last]))) for row in rows)
         found.append(("embedding", ends))
     return found
+
+
+def node_groups(layout: Layout, ranks_per_node: int) -> list[tuple[str, list[Ranks]]]:
+    """The groups of `expert` as nodes: `expert_node`, the ranks of one node, and `expert_rail`, the
+    ranks of equal place in each. Nodes hold consecutive ranks.
+
+        dp8.ep8, nodes of 4    expert 0-7; expert_node 0-3, 4-7; expert_rail 0-4, 1-5, 2-6, 3-7
+
+    Empty where a group lies in one node, has one rank a node, or unequal numbers of them.
+
+    Args:
+        layout: the whole job's.
+        ranks_per_node: ranks of a node.
+    """
+    inside: list[Ranks] = []
+    across: list[Ranks] = []
+    for row in layout.expert_groups("expert") if layout.ep > 1 else ():
+        nodes: dict[int, list[int]] = {}
+        for rank in row:
+            nodes.setdefault(rank // ranks_per_node, []).append(rank)
+        sizes = {len(ranks) for ranks in nodes.values()}
+        if len(nodes) < 2 or len(sizes) > 1 or sizes == {1}:
+            return []
+        inside += [tuple(ranks) for ranks in nodes.values()]
+        across += list(zip(*nodes.values(), strict=True))
+    return [("expert_node", inside), ("expert_rail", across)] if inside else []
 
 
 def groups_of_rank(axes: Iterable[AxisGroups], rank: int) -> dict[Ranks, list[str]]:

@@ -2,5 +2,6 @@
 
 from hocket.runtime.expert_parallel.apply import apply_expert_parallel, gather_experts
 from hocket.runtime.expert_parallel.experts import ExpertParallelExperts
+from hocket.runtime.expert_parallel.two_level import NodeAxes
 
-__all__ = ["ExpertParallelExperts", "apply_expert_parallel", "gather_experts"]
+__all__ = ["ExpertParallelExperts", "NodeAxes", "apply_expert_parallel", "gather_experts"]

@@ -10,6 +10,7 @@ from torch import nn
 
 from hocket.runtime.expert_parallel.experts import ExpertParallelExperts, sharded_experts_class
 from hocket.runtime.expert_parallel.gathered import GatheredTokens
+from hocket.runtime.expert_parallel.two_level import NodeAxes
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
@@ -25,6 +26,7 @@ def apply_expert_parallel(
     experts: Axis,
     tokens: Axis,
     recorder: Recorder,
+    nodes: NodeAxes | None = None,
 ) -> None:
     """Keep this rank's experts of `module`, in place, and note where they are in `placements`.
 
@@ -40,6 +42,8 @@ def apply_expert_parallel(
         tokens: ranks that are given the same tokens although they are not slices of one expert; of
             one rank: none.
         recorder: of their messages.
+        nodes: the ranks of `experts` as nodes, to each of which a token is sent once. None: a row
+            is sent for each choice.
 
     Raises:
         LayoutError: the number of experts does not divide.
@@ -63,6 +67,7 @@ def apply_expert_parallel(
         own.num_experts = count
         own.__class__ = sharded_experts_class(kind)
         own.experts_axis, own.tokens_axis, own.experts_recorder = experts, tokens, recorder
+        own.node_axes = nodes
         if not isinstance(getattr(child, "axis", None), Axis):
             own.axis = experts  # as every split module has
 

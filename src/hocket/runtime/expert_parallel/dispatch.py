@@ -55,13 +55,14 @@ class Routes:
     load: Tensor
     axis: Axis
     recorder: Recorder
-    sizes: _OnHost
+    sizes: OnHost
     sent: list[int] = dataclasses.field(default_factory=list)
     received: list[int] = dataclasses.field(default_factory=list)
 
     def settle(self) -> None:
         """Wait until the host knows the sizes."""
-        self.sent, self.received = self.sizes.read()
+        both = self.sizes.read()
+        self.sent, self.received = both[: self.axis.size], both[self.axis.size :]
 
     def expert_ids(self) -> Tensor:
         """[R] int64, number among this rank's experts of each row that arrives."""
@@ -84,15 +85,17 @@ def route(index: Tensor, num_experts: int, axis: Axis, recorder: Recorder) -> Ro
     flat = index.reshape(-1)
     counts = flat.new_zeros(axis.size * num_experts).scatter_add_(0, flat, torch.ones_like(flat))
 
-    def exchange() -> tuple[Tensor, Tensor, _OnHost]:
+    def exchange() -> tuple[Tensor, Tensor, OnHost]:
         arriving = all_to_all(counts, axis, recorder).view(axis.size, num_experts)
-        sizes = torch.stack([counts.view(axis.size, num_experts).sum(1), arriving.sum(1)])
-        return counts, arriving, _OnHost(sizes, flat.numel())
+        sizes = torch.cat([counts.view(axis.size, num_experts).sum(1), arriving.sum(1)])
+        rows, more = divmod(flat.numel(), axis.size)
+        even = [rows + (i < more) for i in range(axis.size)]
+        return counts, arriving, OnHost(sizes, even + even)
 
     # A layer that is recomputed knows them: nothing is sent, and the host does not wait.
     (sent, arriving, sizes), again = found_once(exchange)
     if again:
-        torch._assert_async((sent == counts).all(), _OTHER)
+        torch._assert_async((sent == counts).all(), OTHER_CHOICE)
     return Routes(
         order=torch.argsort(flat, stable=True),
         choices=index.shape[-1],
@@ -104,16 +107,21 @@ def route(index: Tensor, num_experts: int, axis: Axis, recorder: Recorder) -> Ro
     )
 
 
-_OTHER = "a router chose other experts when its layer was recomputed: it is not deterministic"
+OTHER_CHOICE = "a router chose other experts when its layer was recomputed: it is not deterministic"
 
 
-class _OnHost:
-    """The rows to and from each rank, on their way to the host. Tensors without values (of a
-    rehearsal or a forecast of memory) stand for tokens that are spread evenly."""
+class OnHost:
+    """Numbers on their way to the host.
 
-    def __init__(self, sizes: Tensor, rows: int) -> None:
-        self.rows = rows
-        self.known: tuple[list[int], list[int]] | None = None
+    Args:
+        sizes: [n] int64.
+        assumed: n numbers in place of those of tensors without values (of a rehearsal or a forecast
+            of memory).
+    """
+
+    def __init__(self, sizes: Tensor, assumed: list[int]) -> None:
+        self.assumed = assumed
+        self.known: list[int] | None = None
         self.event: Any = None
         self.sizes = sizes
         if sizes.is_cuda:
@@ -121,18 +129,13 @@ class _OnHost:
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record()
 
-    def read(self) -> tuple[list[int], list[int]]:
+    def read(self) -> list[int]:
         """Wait for them: the one read of the device, once."""
         if self.known is None:
             if self.event is not None:
                 self.event.synchronize()
-            if isinstance(self.sizes, FakeTensor):
-                count = self.sizes.shape[1]
-                even = [self.rows // count + (i < self.rows % count) for i in range(count)]
-                self.known = even, even
-            else:
-                sent, received = self.sizes.tolist()
-                self.known = sent, received
+            fake = isinstance(self.sizes, FakeTensor)
+            self.known = self.assumed if fake else self.sizes.tolist()
         return self.known
 
 

@@ -11,6 +11,8 @@ The module's own forward computes its experts, so that each family stays what tr
 it. It is given one expert a row and routing weights of one; the weights are applied where the
 token's rows are summed, in the same dtypes (transformers' `grouped_mm_experts_forward`).
 
+Over several nodes a token can cross the network once for each node (`two_level`).
+
 Dispatch has one host read for each set of experts and forward. Without one (`gathered`, for the
 decode steps of a server), each rank gets all tokens and computes the choices that are its own.
 """
@@ -24,13 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_gather
-from hocket.runtime.expert_parallel.dispatch import combine_experts, dispatch, route
+from hocket.runtime.expert_parallel.dispatch import Routes, combine_experts, dispatch, route
 from hocket.runtime.expert_parallel.gathered import (
     GatheredTokens,
     gather_tokens,
     load_of,
     own_choices,
     scatter_outputs,
+)
+from hocket.runtime.expert_parallel.two_level import (
+    NodeAxes,
+    NodeRoutes,
+    collect,
+    collect_weighted,
+    route_by_node,
+    spread,
 )
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
@@ -60,6 +70,7 @@ class ExpertParallelExperts(nn.Module):
 
     experts_axis: Axis
     tokens_axis: Axis
+    node_axes: NodeAxes | None = None
     experts_recorder: Recorder
     num_experts: int
     load: Tensor | None = None
@@ -104,17 +115,34 @@ class ExpertParallelExperts(nn.Module):
         """[T, H] of tokens that no other rank has, to the sum of what their experts make."""
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # backward's messages go all the same
+        if self.node_axes is not None:
+            return self._own_by_node(hidden, index, weights, self.node_axes)
         routes = route(index, self.num_experts, self.experts_axis, self.experts_recorder)
         self._count(routes.load)
-        rows = dispatch(hidden, routes)
-        if sum(routes.received):
-            chosen = routes.expert_ids().unsqueeze(-1)
-            ones = weights.new_ones(chosen.shape)
-            rows = super().forward(rows, chosen, ones)  # type: ignore[misc]
-        else:
-            rows = _NoTokens.apply(rows, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
+        rows = self._of_rows(dispatch(hidden, routes), routes, weights)
         each = combine_experts(rows, routes) * weights.reshape(-1, 1)
         return each.view(*index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
+
+    def _own_by_node(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, axes: NodeAxes
+    ) -> Tensor:
+        """As `_own`, in two levels."""
+        if torch.is_grad_enabled() and not weights.requires_grad:
+            weights = weights.detach().requires_grad_()
+        routes = route_by_node(index, self.num_experts, axes, self.experts_recorder)
+        self._count(routes.load)
+        staged, staged_weights = spread(hidden, routes.across), spread(weights, routes.across)
+        rows = self._of_rows(spread(staged, routes.inside), routes, weights)
+        summed = collect_weighted(rows, staged_weights, routes.inside).to(hidden.dtype)
+        return collect(summed, routes.across)
+
+    def _of_rows(self, rows: Tensor, routes: Routes | NodeRoutes, like: Tensor) -> Tensor:
+        """[R, H] of rows of this rank's experts, to what they make of them. `like` has the dtype of
+        routing weights."""
+        if not len(rows):
+            return _NoTokens.apply(rows, *self.parameters(recurse=False))  # type: ignore[no-any-return, no-untyped-call]
+        chosen = routes.expert_ids().unsqueeze(-1)
+        return super().forward(rows, chosen, like.new_ones(chosen.shape))  # type: ignore[misc, no-any-return]
 
     def _of_gathered(self, hidden: Tensor, index: Tensor, weights: Tensor, most: int) -> Tensor:
         """As `_own`; `most`: tokens of the rank that has most."""
