@@ -94,13 +94,19 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
     return found
 
 
-def context(context: Any, folder: str, cases: list[list[str]], kind: str, fault: str = "") -> Any:
-    """`matrix` of layouts with cp, by `--context-parallel KIND`."""
+def context(
+    context: Any, folder: str, cases: list[list[str]], kind: str = "auto", fault: str = "",
+    dispatch: str = "direct",
+) -> Any:  # fmt: skip
+    """`matrix` with `--context-parallel KIND` and `--expert-dispatch DISPATCH`."""
     found = []
     for family, layout in cases:
         spec = spec_of(family, layout)
         spec = dataclasses.replace(
-            spec, options=dataclasses.replace(spec.options, context_parallel=kind)
+            spec,
+            options=dataclasses.replace(
+                spec.options, context_parallel=kind, expert_dispatch=dispatch
+            ),
         )
         from hocket.training.check import compare_layout
 

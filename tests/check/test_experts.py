@@ -102,6 +102,17 @@ def test_experts_over_ranks_change_nothing(
     assert experts.ranks == report.world_size // Layout.parse(layout).pp
 
 
+def test_a_token_once_for_each_node_changes_nothing(ranks: RankPool, folder: Path) -> None:
+    cases = [("mixtral", "dp4.ep4"), ("gpt_oss", "dp4.ep4:zero=3,microbatches=2,recompute=full")]
+    found = ranks.run(
+        "tests.check.cases:context", 4, folder=str(folder), cases=cases, dispatch="node:2",
+        timeout=120.0,
+    )  # fmt: skip
+    for family, layout, report, _ in found[0]:
+        checked = CheckReport.from_json(json.dumps(report))
+        assert checked.ok, (family, layout, checked.failures)
+
+
 @pytest.mark.parametrize(("fault", "family", "layout", "seen"), FAULTS)
 def test_a_fault_is_found(
     ranks: RankPool, folder: Path, fault: str, family: str, layout: str, seen: str

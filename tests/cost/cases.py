@@ -14,6 +14,7 @@ from hocket.cost.stage_communication import StageShare
 from hocket.models.context_scans import splits_state
 from hocket.runtime.mesh import Mesh
 from hocket.schedules import build_schedule
+from hocket.spec.expert_dispatch import num_nodes
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Handed
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -89,7 +90,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def _built(
     layout: Layout, config: dict[str, Any], mesh: Mesh, bucket_mb: float, dropout: float = 0.0,
-    context_parallel: str = "auto",
+    context_parallel: str = "auto", expert_dispatch: str = "direct",
 ) -> Any:  # fmt: skip
     spec = RunSpec(
         model=config["model_type"],
@@ -97,7 +98,11 @@ def _built(
         layout=layout,
         workload=Workload(seq_len=S, global_batch=ROWS * layout.dp),
         options=TrainOptions(
-            device="cpu", dropout=dropout, bucket_mb=bucket_mb, context_parallel=context_parallel
+            device="cpu",
+            dropout=dropout,
+            bucket_mb=bucket_mb,
+            context_parallel=context_parallel,
+            expert_dispatch=expert_dispatch,
         ),
     )
     count = layout.microbatches or 1
@@ -120,12 +125,14 @@ def _microbatches(layout: Layout, config: dict[str, Any]) -> list[dict[str, torc
 
 def recorded_and_expected(
     context: Any, layout: str, model: str, bucket_mb: float = 25.0, dropout: float = 0.0,
-    context_parallel: str = "auto",
+    context_parallel: str = "auto", expert_dispatch: str = "direct",
 ) -> Any:  # fmt: skip
     """One step of `model`: (what the recorder counted, what theory says)."""
     split, config = Layout.parse(layout), CONFIGS[model]
     mesh = Mesh(split, context.rank, "cpu")
-    plan, parallel = _built(split, config, mesh, bucket_mb, dropout, context_parallel)
+    plan, parallel = _built(
+        split, config, mesh, bucket_mb, dropout, context_parallel, expert_dispatch
+    )
     mesh.recorder.clear()
     torch.manual_seed(mesh.axis("dp").index)
     parallel.forward_backward(_microbatches(split, config))
@@ -143,6 +150,7 @@ def recorded_and_expected(
             hidden_size=H,
             bucket_bytes=bucket_mb * 1e6,
             experts_per_token=config.get("num_experts_per_tok", 0),
+            expert_nodes=num_nodes(expert_dispatch, split),
         ),
         [
             StageShare.of_plan(

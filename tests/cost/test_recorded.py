@@ -110,6 +110,27 @@ def test_sequences_over_ranks(
 
 
 @pytest.mark.parametrize(
+    "layout",
+    ["dp4.ep4", "dp4.ep4:microbatches=2,recompute=full", "dp4.ep4:recompute=full,zero=3"],
+)
+def test_a_token_once_for_each_node(ranks: RankPool, layout: str) -> None:
+    """Counts are theory's; bytes, which the router decides, are no more, and not much fewer."""
+    found = ranks.run(
+        "tests.cost.cases:recorded_and_expected",
+        4,
+        layout=layout,
+        model="mixtral",
+        expert_dispatch="node:2",
+    )
+    for pair in found:
+        assert differing(pair) == []
+        for row in differences(*pair):
+            if row["axis"] == "expert_rail":
+                assert row["bytes"] > row["expected_bytes"] / 2
+                assert row["bytes"] < row["expected_bytes"]
+
+
+@pytest.mark.parametrize(
     ("layout", "model", "world_size"),
     [
         ("cp2", "mamba2", 2),

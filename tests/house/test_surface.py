@@ -33,7 +33,7 @@ TRAINING = {
     "keep_checkpoints",
     "keep_every", "log_interval", "resume", "timeline_step",
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
-    "context_parallel", "tracker",
+    "context_parallel", "expert_dispatch", "tracker",
     "trust_remote_code", "timeout", "max_restarts",
     "grace_seconds", "replica_check_every", "on_divergence", "max_skipped_steps",
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
@@ -56,7 +56,8 @@ FLAGS = {
     },
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
-        "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb", "lora_rank",
+        "grad_dtype", "dropout", "attention", "context_parallel", "expert_dispatch",
+        "bucket_mb", "lora_rank",
         "lora_targets", "quantize_base", "optimizer", "quantization",
         "trust_remote_code", "json", "matrix", "models", "schedules", "options", *LAYOUT,
     },
@@ -68,6 +69,7 @@ FLAGS = {
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
         "lora_alpha", "lora_targets", "quantize_base", "optimizer", "attention", "context_parallel",
+        "expert_dispatch",
         "device", "backend",
         "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
         *LAYOUT,

@@ -116,6 +116,7 @@ def test_state_is_what_the_parameters_take(workers: RehearsalWorkers) -> None:
         ("pp2:schedule=zb-v,virtual_stages=2,microbatches=4", {}),
         ("pp2.tp2:microbatches=2,recompute=full", {"model": "tiny-gpt2"}),
         ("tp2", {"dtype": "fp32"}),
+        ("dp4.ep4", {"model": "tiny-mixtral", "expert_dispatch": "node:2"}),
     ],
 )
 def test_layouts_complete_and_communicate_as_in_theory(

@@ -58,9 +58,7 @@ def tokens_of(rank: int, routing: str, experts: int) -> tuple[Tensor, Tensor, Te
     return hidden, index, weights, torch.randn(count, WIDTH, generator=generator)
 
 
-def experts(
-    context: Any, layout: str, family: str, routing: str, way: str
-) -> dict[str, float]:
+def experts(context: Any, layout: str, family: str, routing: str, way: str) -> dict[str, float]:
     """The largest relative difference from one process of: output, and gradients of tokens,
     routing weights and parameters; and of the output without gradients.
 
@@ -120,6 +118,22 @@ def experts(
         assert len(total) == count // where.ep
         found[name] = _gap(total, reference[box.in_global], float(reference.abs().max()))
     found["rows"] = float(holder.experts.load.sum())
+    sent = sum(r["bytes"] for r in mesh.recorder.collectives() if r["axis"] == "expert_rail")
+    found["crossed"] = float(sent)
+    part = slice(None)
+    if where.tp > 1:  # each of two tensor ranks takes a part of the tokens
+        half = -(-len(own) // 2)
+        part = slice(half, None) if mesh.axis("tp").index else slice(half)
+    routed = chosen[part].tolist()
+    distinct = len({(t, e // (count // 2)) for t, row in enumerate(routed) for e in row})
+    # Counts by expert and node; of each row its choices, and of two forwards and one backward the
+    # row there and back, and its weights.
+    first_forward = 8 * (count + 2) + distinct * (8 * index.shape[1])
+    found["to cross"] = float(
+        first_forward
+        + distinct * (2 * 4 * WIDTH + 4 * index.shape[1])  # forward
+        + distinct * (2 * 4 * WIDTH + 4 * index.shape[1])  # backward
+    )
     with torch.no_grad():
         found["served"] = _gap(holder.experts(own, chosen, own_weights), wanted[mine])
     return found

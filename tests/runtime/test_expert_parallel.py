@@ -37,6 +37,8 @@ def test_each_token_reaches_its_experts_and_comes_back(
     )  # fmt: skip
     rows = [row.pop("rows") for row in found]
     for rank, row in enumerate(found):
+        assert row.pop("crossed") == 0.0
+        del row["to cross"]
         assert max(row.values()) < 2e-6, (rank, row)
     if "ep" in layout.replace("etp", ""):
         # Routed to one half of the experts, some rank has no token at all, and still answers.
@@ -62,6 +64,7 @@ def test_a_token_crosses_the_network_once_for_each_node(
     )  # fmt: skip
     rows = [row.pop("rows") for row in found]
     for rank, row in enumerate(found):
+        assert row.pop("crossed") == row.pop("to cross")
         assert max(row.values()) < 2e-6, (rank, row)
     assert (min(rows) == 0.0) == (routing != "spread")
 

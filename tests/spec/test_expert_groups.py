@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.spec import legality
-from hocket.spec.errors import LayoutError
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.expert_dispatch import num_nodes, settle_dispatch
 from hocket.spec.layout import AXES, Layout, divisors
-from hocket.spec.process_groups import axis_groups, groups_of_rank
+from hocket.spec.process_groups import axis_groups, groups_of_rank, node_groups
 
 
 @st.composite
@@ -106,3 +107,43 @@ def test_what_does_not_divide_is_named_and_the_nearest_that_do(
 def test_the_rule_is_one_of_legality() -> None:
     assert legality.expert_ranks(4, 1, 8, 2, 1)
     assert not legality.expert_ranks(4, 1, 8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "ranks", "found", "nodes"),
+    [
+        ("auto", "dp8.ep8", 4, "node:4", 2),
+        ("auto", "dp8.ep8", 2, "node:2", 4),
+        ("auto", "dp8.ep8", 8, "direct", 0),  # one node
+        ("auto", "dp8.ep8", 1, "direct", 0),  # one rank a node
+        ("auto", "dp8.ep8", None, "direct", 0),
+        ("direct", "dp8.ep8", 4, "direct", 0),
+        ("auto", "dp4.tp2.ep4", 4, "node:4", 2),
+        ("auto", "dp4.tp2.ep4.etp1", 4, "direct", 0),  # whose experts' ranks share a node
+        ("auto", "dp3.ep3", 2, "direct", 0),  # two ranks and one
+        ("node:2", "pp2.dp4.ep4", 8, "node:2", 2),
+    ],
+)
+def test_how_tokens_reach_their_experts(
+    text: str, layout: str, ranks: int | None, found: str, nodes: int
+) -> None:
+    split = Layout.parse(layout)
+    assert settle_dispatch(text, split, ranks) == found
+    assert num_nodes(found, split) == nodes
+
+
+def test_nodes_of_experts() -> None:
+    inside, across = node_groups(Layout.parse("dp8.ep8"), 4)
+    assert inside == ("expert_node", [(0, 1, 2, 3), (4, 5, 6, 7)])
+    assert across == ("expert_rail", [(0, 4), (1, 5), (2, 6), (3, 7)])
+
+
+@pytest.mark.parametrize("text", ["", "nodes", "node:", "node:1", "node:x", "direct:2", "auto:4"])
+def test_no_way_of_dispatch(text: str) -> None:
+    with pytest.raises(OptionError, match="expert-dispatch"):
+        settle_dispatch(text, Layout.parse("dp4.ep4"), None)
+
+
+def test_no_nodes_to_dispatch_to() -> None:
+    with pytest.raises(LayoutError, match="nodes of 2 ranks"):
+        settle_dispatch("node", Layout.parse("dp2.ep2"), 2)

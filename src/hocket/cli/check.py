@@ -59,6 +59,8 @@ class Check:
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
+            each node; node:8: nodes of 8 ranks) or auto (node where experts are on several nodes).
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
@@ -92,6 +94,7 @@ class Check:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     context_parallel: str = "auto"
+    expert_dispatch: str = "auto"
     device: str = "auto"
     backend: str = "auto"
     threads: int = 1

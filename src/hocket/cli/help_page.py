@@ -49,7 +49,8 @@ MOST_USED = {
 _LAYOUT = (
     "layout", "dp", "pp", "cp", "tp", "ep", "etp", "zero", "recompute", "sequence_parallel",
     "schedule", "microbatches", "pipeline_split", "virtual_stages", "data_parallel", "offload",
-    "order", "context_parallel", "pin", "devices", "strategies", "sweep", "layouts",
+    "order", "context_parallel", "expert_dispatch", "pin", "devices", "strategies", "sweep",
+    "layouts",
 )  # fmt: skip
 
 TOPICS = {

@@ -44,6 +44,8 @@ class RehearseFlags:
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
+            each node; node:8: nodes of 8 ranks) or auto (node where experts are on several nodes).
         bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
@@ -77,6 +79,7 @@ class RehearseFlags:
     dropout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     attention: str = "sdpa"
     context_parallel: str = "auto"
+    expert_dispatch: str = "auto"
     bucket_mb: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     lora_rank: Count = None
     lora_targets: Text = None
@@ -93,8 +96,8 @@ class RehearseFlags:
 
 
 PASSED = (
-    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb",
-    "lora_rank", "lora_targets", "quantize_base", "optimizer", "trust_remote_code",
+    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "context_parallel", "expert_dispatch",
+    "bucket_mb", "lora_rank", "lora_targets", "quantize_base", "optimizer", "trust_remote_code",
 )  # fmt: skip
 """Flags that are options of a training job."""
 

@@ -27,6 +27,7 @@ class Step:
         element_bytes: e, of activations that travel and of parameters.
         gradient_bytes: of an element of a gradient.
         experts_per_token: k.
+        expert_nodes: nodes to each of which a token is sent once; 0: a row is sent for each choice.
         counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
         clips: the norm of the gradient is computed.
         bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
@@ -39,6 +40,7 @@ class Step:
     element_bytes: int = 4
     gradient_bytes: int = 4
     experts_per_token: int = 0
+    expert_nodes: int = 0
     counts_tokens: bool = True
     clips: bool = True
     bucket_bytes: float = 25_000_000
@@ -55,13 +57,22 @@ class Step:
 
 
 class Table:
-    """Counts and bytes by (name, axis, phase)."""
+    """Counts and bytes by (name, axis, phase).
+
+    Attributes:
+        at_most: rows whose bytes depend on what routers choose, and are the most there can be.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[Key, list[int]] = {}
+        self.at_most: set[Key] = set()
 
-    def add(self, name: str, axis: str, phase: str, count: int, nbytes: int) -> None:
+    def add(
+        self, name: str, axis: str, phase: str, count: int, nbytes: int, *, at_most: bool = False
+    ) -> None:
         """`count` messages of `nbytes` each."""
+        if at_most:
+            self.at_most.add((name, axis, phase))
         if count:
             row = self.rows.setdefault((name, axis, phase), [0, 0])
             row[0] += count
@@ -69,8 +80,9 @@ class Table:
 
     def list(self) -> list[dict[str, Any]]:
         return [
-            {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
-            for (name, axis, phase), (count, nbytes) in sorted(self.rows.items())
+            {"name": key[0], "axis": key[1], "phase": key[2], "count": count, "bytes": nbytes}
+            | ({"at_most": True} if key in self.at_most else {})
+            for key, (count, nbytes) in sorted(self.rows.items())
         ]
 
 

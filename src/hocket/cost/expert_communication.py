@@ -3,14 +3,15 @@
 Every row of a token travels to each of its k experts and back, and in backward its gradient does.
 The sizes of the messages follow from the router, which no layout knows; but a rank brings exactly
 t k rows, and gets as many back. That is what the recorder counts, and what is expected here. Of
-them the experts of the rank itself keep some: with even routing 1 / ep.
+them the experts of the rank itself keep some: with even routing 1 / ep. Where a token crosses the
+network once for each node, bytes are the router's, and what is expected is the most.
 """
 
 from __future__ import annotations
 
 import math
 
-from hocket.cost.communication_table import INTEGER, Step, Table, block_gathers, bucket_bytes
+from hocket.cost.communication_table import FLOAT, INTEGER, Step, Table, block_gathers, bucket_bytes
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
 
@@ -23,7 +24,9 @@ def add_experts(table: Table, layout: Layout, step: Step, share: StageShare, tp_
     whole = layout.etp is not None and tp > 1  # each expert is, and tensor ranks divide tokens
     sequence = layout.sequence_parallel
     each = -(-step.tokens // tp) if whole else step.tokens
-    if layout.ep > 1:
+    if layout.ep > 1 and step.expert_nodes > 1:
+        _by_node(table, layout, step, share, each)
+    elif layout.ep > 1:
         rows = step.tokens // tp + (tp_index < step.tokens % tp) if whole else step.tokens
         message = rows * step.experts_per_token * step.hidden_size * e
         for count in share.experts:  # none when a layer is recomputed
@@ -37,6 +40,25 @@ def add_experts(table: Table, layout: Layout, step: Step, share: StageShare, tp_
         width = step.hidden_size + step.experts_per_token
         table.add("all-gather", "tp", "microbatch", number * len(share.experts), gathered * width)
     _state(table, layout, step, share)
+
+
+def _by_node(table: Table, layout: Layout, step: Step, share: StageShare, rows: int) -> None:
+    """Dispatch in two levels, of at most `rows` tokens a rank. How many nodes a token goes to, and
+    how many rows a node's ranks pass on, the router decides: these are the most there can be."""
+    number, k, nodes = step.num_microbatches, step.experts_per_token, step.expert_nodes
+    for count in share.experts:
+        table.add("all-to-all", "expert_rail", "microbatch", number, (count + nodes) * INTEGER)
+        table.add("all-to-all", "expert_node", "microbatch", number, count // nodes * INTEGER)
+    forward, again = len(share.experts), len(share.experts_again)
+    crossing, copies = rows * min(k, nodes), rows * nodes * k
+    hidden = step.hidden_size * step.element_bytes
+    for axis, times, nbytes in (
+        ("expert_rail", forward + again, crossing * k * INTEGER),  # choices
+        ("expert_rail", 2 * forward + again, crossing * k * max(FLOAT, step.element_bytes)),
+        ("expert_rail", 4 * forward + again + share.experts_whole, crossing * hidden),
+        ("expert_node", 4 * forward + 2 * again, copies * hidden),
+    ):
+        table.add("all-to-all", axis, "microbatch", number * times, nbytes, at_most=True)
 
 
 def _state(table: Table, layout: Layout, step: Step, share: StageShare) -> None:

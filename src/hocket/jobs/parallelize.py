@@ -6,6 +6,7 @@ A process calls it on its own, as one rank of a world that its caller started.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.python_form import errors_in_python
@@ -34,6 +35,7 @@ def parallelize(
     seed: int = 0,
     bucket_mb: float | None = None,
     context_parallel: str = "auto",
+    expert_dispatch: str = "auto",
     **fields: Any,
 ) -> ParallelModel:
     """Take this rank's part of `module`. Call it on every rank with equal arguments.
@@ -61,6 +63,8 @@ def parallelize(
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
         context_parallel: attention over cp ranks, as `--context-parallel`.
+        expert_dispatch: tokens to experts on other ranks, as `--expert-dispatch`; nodes are as
+            LOCAL_WORLD_SIZE says.
         **fields: other fields of the layout by their flags' names: `microbatches=4`,
             `pipeline_split="even"`.
 
@@ -73,6 +77,7 @@ def parallelize(
     from hocket.runtime.mesh import require_world_size
     from hocket.schedules import build_schedule
     from hocket.spec.errors import ModelError
+    from hocket.spec.expert_dispatch import local_ranks, settle_dispatch
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
     from hocket.spec.schedule import Schedule
@@ -134,11 +139,13 @@ def parallelize(
         from hocket.training.build import over_context_ranks
 
         over_context_ranks(module)
+    dispatch = settle_dispatch(expert_dispatch, layout, local_ranks(os.environ))
     whole = WholeModule.of(module)
     parallel = runtime.parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,
         bucket_mb=bucket_mb, labels_shifted=labels_shifted or not shifts, kind=ParallelModel,
         context_parallel=context_parallel,
+        expert_dispatch=dispatch,
     )  # fmt: skip
     assert isinstance(parallel, ParallelModel)
     parallel.whole = whole

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import defaults, elastic, links, lock, memory, precision
 from hocket.jobs.request import JobRequest, check_options
 from hocket.jobs.validate import validate_layout
+from hocket.spec import expert_dispatch
 from hocket.spec.errors import (
     DataError,
     ModelError,
@@ -26,6 +27,7 @@ from hocket.spec.errors import (
     ScheduleError,
 )
 from hocket.spec.layout import Layout
+from hocket.spec.links import Links
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.units import parse_bytes
@@ -431,12 +433,23 @@ def job_spec(
         config=config,
         layout=layout,
         workload=request.workload,
-        options=request.options,
+        options=_with_dispatch(request.options, layout),
         weights=str(source.weights.resolve()) if source.weights is not None else None,
         data=tuple(data_paths.pinned_path(path) for path in request.data),
         eval_data=tuple(data_paths.pinned_path(path) for path in request.eval_data),
         command=command,
     )
+
+
+def _with_dispatch(options: TrainOptions, layout: Layout) -> TrainOptions:
+    """The options, with tokens dispatched to experts as this job's nodes let them. Emulated links
+    have nodes of their innermost domain. Raises LayoutError."""
+    if options.emulate_links is not None:
+        here = Links.parse(options.emulate_links).tiers[0][1]
+    else:
+        here = expert_dispatch.local_ranks(os.environ)
+    found = expert_dispatch.settle_dispatch(options.expert_dispatch, layout, here)
+    return dataclasses.replace(options, expert_dispatch=found)
 
 
 def rank_payload(folder: RunFolder, spec: RunSpec) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hocket.jobs.rehearsal_reason import proxy_reason
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, step_failed
 from hocket.jobs.request import JobRequest
 from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.expert_dispatch import settle_dispatch
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import RankRehearsal, RehearsalReport, RehearsedDevice
 from hocket.spec.run import RunSpec
@@ -32,6 +33,9 @@ GPU = "H100"
 SEQ_LEN = 2048
 """Tokens of a sequence where the model has positions for them."""
 """The GPU that is rehearsed on unless another is named."""
+
+GPUS_PER_NODE = 8
+"""Of the nodes that a rehearsed job's ranks lie on."""
 
 Listener = Callable[[str], None]
 
@@ -123,7 +127,11 @@ def prepare_rehearsal(
         config=config,
         layout=layout,
         workload=workload,
-        options=dataclasses.replace(request.options, device="cuda"),
+        options=dataclasses.replace(
+            request.options,
+            device="cuda",
+            expert_dispatch=settle_dispatch(request.options.expert_dispatch, layout, GPUS_PER_NODE),
+        ),
         command="rehearse",
     )
     return RehearsedJob(spec=spec, schedule=schedule, device=device)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs import memory
-from hocket.spec import renamed
+from hocket.spec import expert_dispatch, renamed
 from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import TERMS, Layout
@@ -384,6 +384,7 @@ def check_options(options: TrainOptions) -> None:
         tracker_names(options.tracker)
     _one_of("attention", options.attention, ATTENTION)
     _one_of("context_parallel", options.context_parallel, CONTEXT_PARALLEL)
+    expert_dispatch.parse_dispatch(options.expert_dispatch)
     _one_of("lr_schedule", options.lr_schedule, LR_SCHEDULES)
     _one_of("data_format", options.data_format, DATA_FORMATS)
     if options.packing is not None:

@@ -79,6 +79,7 @@ def expected_rows(
     from hocket.runtime.record import Recorder
     from hocket.runtime.tensor_parallel import apply_tensor_parallel
     from hocket.spec.cut import choose_cut
+    from hocket.spec.expert_dispatch import num_nodes
     from hocket.training.build import dtype_of, lora_of
 
     layout, workload = spec.layout, spec.workload
@@ -113,6 +114,7 @@ def expected_rows(
         hidden_size=source.dimensions.hidden_size,
         element_bytes=element_bytes,
         experts_per_token=choices,
+        expert_nodes=num_nodes(spec.options.expert_dispatch, layout),
         counts_tokens=False,  # the training loop knows the number: no sequence is padded
         bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.data_degree),
     )

@@ -135,6 +135,7 @@ class Rehearsal:
             bucket_mb=options.bucket_mb,
             labels_shifted=True,
             context_parallel=options.context_parallel,
+            expert_dispatch=options.expert_dispatch,
         )
         memory = execution.memory
         # As the loop: whether rows hold several documents is known, and not read off positions.

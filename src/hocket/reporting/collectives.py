@@ -30,7 +30,10 @@ def collectives_text(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in found:
         line = [row["name"], row["axis"], _PER[row["phase"]], row["count"], row["bytes"]]
         if theory:
-            equal = (row["count"], row["bytes"]) == (row["expected_count"], row["expected_bytes"])
+            equal = row.get(
+                "equal",
+                (row["count"], row["bytes"]) == (row["expected_count"], row["expected_bytes"]),
+            )
             line.insert(4, row["expected_count"])
             line += [row["expected_bytes"], "yes" if equal else "NO"]
         lines.append(line)

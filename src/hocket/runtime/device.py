@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.expert_dispatch import local_ranks
 from hocket.spec.units import format_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -157,9 +157,7 @@ def bind_near(address: str, root: Path = Path("/")) -> frozenset[int]:
 def ranks_here(environment: Mapping[str, str] = os.environ) -> int:
     """Ranks that share this machine's memory and cores: as many as torchrun or Slurm started here,
     else as it has GPUs. Slurm may show each task its own GPU alone."""
-    tasks = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    started = [int(number) for number in (environment.get("LOCAL_WORLD_SIZE", "0"), *tasks)]
-    return max(1, torch.cuda.device_count(), *started)
+    return max(1, torch.cuda.device_count(), local_ranks(environment) or 0)
 
 
 def host_threads(num_gpus: int, cores: int | None = None, own: int | None = None) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.context_parallel import ContextParallel, apply_context_parallel
 from hocket.runtime.device import pick_device
-from hocket.runtime.expert_parallel import apply_expert_parallel
+from hocket.runtime.expert_parallel import NodeAxes, apply_expert_parallel
 from hocket.runtime.loss import NextTokenLoss, OwnLoss, router_degree
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallel import Parallel
@@ -30,6 +30,7 @@ from hocket.runtime.tensor_parallel import apply_tensor_parallel, copies_needed
 from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
+from hocket.spec.expert_dispatch import parse_dispatch
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, experts_rejected, router_loss_rejected
@@ -51,6 +52,7 @@ def parallelize(
     bucket_mb: float | None = None,
     labels_shifted: bool = False,
     context_parallel: str = "auto",
+    expert_dispatch: str = "direct",
     kind: type[Parallel] = Parallel,
 ) -> Parallel:
     """Take this rank's part of `module`. Call on every rank of the world with equal arguments.
@@ -75,6 +77,7 @@ def parallelize(
         context_parallel: how keys meet queries of other ranks' tokens (cp): `ring`, `ulysses` or
             `auto` (`runtime.context_parallel.ContextParallel`). The module's attention must go
             through it; a loss function of the caller's is given shifted labels.
+        expert_dispatch: `direct` or `node:RANKS` (`spec.expert_dispatch`).
         kind: the class of what is returned.
 
     Raises:
@@ -104,6 +107,7 @@ def parallelize(
                 num_stages,
                 **cut_costs(module, plan.stages, cuda=mesh.device.type == "cuda"),
             )
+    nodes = _expert_nodes(mesh, expert_dispatch)
     sequence = plan.sequence if layout.sequence_parallel and layout.tp > 1 else None
     stages = []
     for index in [s for s, r in enumerate(place) if r == mesh.axis("pp").index]:
@@ -126,6 +130,7 @@ def parallelize(
                 experts=mesh.axis("expert"),
                 tokens=mesh.axis("tp") if tokens_replicated else Axis("tp"),
                 recorder=mesh.recorder,
+                nodes=nodes,
             )
         if layout.cp > 1:
             given = ContextParallel(mesh.axis("cp"), mesh.recorder, context_parallel)
@@ -158,6 +163,13 @@ def parallelize(
             stage.module.to(mesh.device)
         parallel.finish()
     return parallel
+
+
+def _expert_nodes(mesh: Mesh, dispatch: str) -> NodeAxes | None:
+    ranks = parse_dispatch(dispatch)[1]
+    if ranks is None or not mesh.prepare_nodes(ranks):
+        return None
+    return NodeAxes(across=mesh.axis("expert_rail"), inside=mesh.axis("expert_node"))
 
 
 def _default_loss(

@@ -147,6 +147,8 @@ class TrainOptions:
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
+            each node; node:8: nodes of 8 ranks) or auto (node where experts are on several nodes).
         tracker: metrics trackers: tensorboard, wandb, mlflow, several with commas (default: none).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.
@@ -212,6 +214,7 @@ class TrainOptions:
     compile: bool = False
     attention: str = "sdpa"
     context_parallel: str = "auto"
+    expert_dispatch: str = "auto"
     tracker: str | None = None
     trust_remote_code: bool = False
     timeout: float = 120.0
@@ -285,11 +288,8 @@ T = typing.TypeVar("T")
 
 
 def from_dict(kind: type[T], values: dict[str, Any]) -> T:
-    """A dataclass from a dictionary; an unknown key is refused with the nearest name.
-
-    Raises:
-        OptionError: so, or a value is not of its field's type.
-    """
+    """A dataclass from a dictionary. Raises OptionError: an unknown key (with the nearest name), or
+    a value that is not of its field's type."""
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     values = renamed.stored_options(values, names)
     for key in values:

@@ -194,6 +194,7 @@ def build_model(
         bucket_mb=options.bucket_mb,
         labels_shifted=labels_shifted,
         context_parallel=options.context_parallel,
+        expert_dispatch=options.expert_dispatch,
     )
     parallel.forward_only = spec.command == "serve"
     weights = [

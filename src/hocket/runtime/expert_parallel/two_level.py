@@ -2,19 +2,19 @@
 
     route     which nodes a token goes to, and its choices there; counts across nodes, then inside
               them, and one read of the host
-    across    [T, H] -> all-to-all between the ranks of equal place in their nodes -> [R, H], one row
+    across    [T, H] -> all-to-all between the ranks of equal place in their nodes -> [R, H], a row
               for each token and node, with its choices and routing weights
     inside    [R, H] -> all-to-all between the ranks of a node -> [P, H], one row for each choice
               (my experts)  [P, H] -> [P, H]
     and back  what the experts of one node make of a token is weighted and summed there, so that one
               row of it returns across the network; the rows of several nodes are summed at home
 
-With `direct` dispatch (`dispatch`) a row crosses for each choice: with k choices spread over N nodes
-N (1 - (1 - 1/N)^k) rows remain of k, and where the router is limited to M nodes, at most M
-(DeepSeek-V3, Liu et al. 2024, section 3.2.2). The copies are made inside a node, on its faster links.
+With `direct` dispatch (`dispatch`) a row crosses for each choice: of k choices spread over N nodes
+N (1 - (1 - 1/N)^k) rows remain, and where the router is limited to M nodes, at most M (DeepSeek-V3,
+Liu et al. 2024, section 3.2.2). The copies are made inside a node, on its faster links.
 
-Sums run over choices in their order, by gathers alone: no atomic addition, so that a run repeats bit
-by bit.
+Sums run over choices in their order, by gathers alone: no atomic addition, so that a run repeats
+bit by bit.
 
 Legend: T tokens of this rank, k experts of a token, H hidden, N nodes, L ranks of a node, E experts
 of a rank, R rows that other nodes' and this node's tokens bring, P rows of this rank's experts.
@@ -78,8 +78,9 @@ class Level:
     def come_back(self, rows: Tensor) -> Tensor:
         """[sum(received), ...] to [sum(sent), ...], in the order of `pairs`."""
         return all_to_all(
-            rows.contiguous(), self.axis, self.recorder, sent=self.received, received=self.sent
-        )
+            rows.contiguous(), self.axis, self.recorder,
+            sent=self.received, received=self.sent, count_received=True,
+        )  # fmt: skip
 
     def summed(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """[sum(sent), ...] of pairs to [T, ...] of tokens, in order of their slots.

@@ -1,0 +1,81 @@
+"""Expert dispatch: how tokens reach the ranks that hold their experts (`--expert-dispatch`).
+
+direct         a row for each choice of a token
+node           a token crosses the network once for each node that has experts of its; nodes of as
+               many ranks as were started on this machine
+node:4         the same with nodes of 4 ranks
+auto           node, where the experts' ranks are on several nodes with several ranks each
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.process_groups import node_groups
+
+AUTO, DIRECT, NODE = "auto", "direct", "node"
+
+
+def parse_dispatch(text: str) -> tuple[str, int | None]:
+    """The kind and, with `node`, ranks of a node if they are named.
+
+    Raises:
+        OptionError: another text.
+    """
+    kind, colon, number = text.partition(":")
+    if kind not in (AUTO, DIRECT, NODE) or (colon and kind != NODE):
+        raise OptionError(
+            f"--expert-dispatch is {text!r}; it is auto, direct, node or node:RANKS",
+            hint="--expert-dispatch auto",
+        )
+    if colon and (not number.isdigit() or int(number) < 2):
+        raise OptionError(
+            f"--expert-dispatch {text}: a node has a whole number of ranks, at least 2",
+            hint="--expert-dispatch node:8",
+        )
+    return kind, int(number) if colon else None
+
+
+def local_ranks(environment: Mapping[str, str]) -> int | None:
+    """Ranks that torchrun or Slurm started on this machine. None: neither did."""
+    tasks = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    started = [int(number) for number in (environment.get("LOCAL_WORLD_SIZE", "0"), *tasks)]
+    return max(started) or None
+
+
+def settle_dispatch(text: str, layout: Layout, local_ranks: int | None) -> str:
+    """`direct` or `node:RANKS`, for a layout on nodes.
+
+    Args:
+        text: as it was asked for.
+        local_ranks: ranks of a node, where they are known.
+
+    Raises:
+        OptionError: an unknown text.
+        LayoutError: `node`, and the experts' ranks do not form nodes.
+    """
+    kind, ranks = parse_dispatch(text)
+    ranks = ranks or local_ranks
+    if kind == DIRECT:
+        return DIRECT
+    if ranks is not None and ranks > 1 and node_groups(layout, ranks):
+        return f"{NODE}:{ranks}"
+    if kind == AUTO:
+        return DIRECT
+    number = "an unknown number of" if ranks is None else str(ranks)
+    raise LayoutError(
+        f"--expert-dispatch {text} sends a token to each node once, and the ep {layout.ep} ranks "
+        f"that hold the experts of {layout.axes_text()} are not on several nodes with two or "
+        f"more ranks each (nodes of {number} ranks)",
+        hint="--expert-dispatch direct",
+    )
+
+
+def num_nodes(text: str, layout: Layout) -> int:
+    """Nodes of a settled text; 0: a row is sent for each choice."""
+    ranks = parse_dispatch(text)[1]
+    groups = [] if ranks is None else node_groups(layout, ranks)
+    return len(groups[1][1][0]) if groups else 0
