@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hocket.jobs.record import JobRecorder
+from hocket.jobs.restart import run_with_restarts
 from hocket.spec.errors import (
     CheckpointError,
     OptionError,
@@ -100,6 +105,33 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, whole: Whole) -> No
         summary = job(tmp_path, f"cut-{step}", "dp2:zero=1", [fault])
         assert summary.restarts
         assert weights(tmp_path, f"cut-{step}") == weights(tmp_path, "whole")
+
+
+def test_a_fork_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    """One that ends in the same way without a step between is not, nor is one that hocket ended."""
+    options = SimpleNamespace(
+        max_restarts=3, resume=False, elastic=True, replicate_state=None, on_divergence="stop"
+    )
+    spec: Any = SimpleNamespace(options=options, layout=SimpleNamespace(world_size=2))
+    error = RankFailure("the fork server (process 7) was killed by SIGKILL")
+    error.rank, error.cause = None, "was killed by SIGKILL"  # type: ignore[attr-defined]
+    for revived, ends, notes in ((True, 1, 1), (True, 2, 1), (False, 1, 0)):
+        events: list[dict[str, Any]] = []
+        runs = iter([error] * ends)
+        launcher: Any = SimpleNamespace(stop_asked=False, revive=lambda revived=revived: revived)
+
+        def run(*given: Any, runs: Any = runs, **limits: Any) -> None:
+            for failure in runs:
+                raise failure
+
+        launcher.run = run
+        record = JobRecorder(events.append)
+        failing = ends > 1 or not revived
+        with pytest.raises(RankFailure) if failing else contextlib.nullcontext():
+            run_with_restarts(launcher, "", RunFolder(tmp_path), spec, record, payload={})
+        texts = [event["text"] for event in events if event["event"] == "note"]
+        assert len(texts) == notes
+        assert all("process 7) was killed by SIGKILL, after step 0; restart 1" in t for t in texts)
 
 
 HANGS = [("stop", "shm"), ("stop", "gloo"), ("stuck", "gloo"), ("stuck", "shm")]

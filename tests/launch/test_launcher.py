@@ -252,6 +252,31 @@ def test_an_interrupt_while_the_server_imports_does_not_wait_for_it() -> None:
         parent.stdout.close()
 
 
+@ranks_needed
+def test_a_server_that_was_killed_is_replaced() -> None:
+    """Its ranks end with it; a server that `kill` ended stays so."""
+    with Launcher(warm=False) as launcher:
+        first = launcher._server
+
+        def kill(event: dict[str, Any]) -> None:
+            first.kill()
+
+        with pytest.raises(RankFailure, match=rf"process {first.pid}\) was killed by SIGKILL"):
+            launcher.run(CASES + "wait", 2, {}, kill)
+        assert launcher.revive()
+        events: list[dict[str, Any]] = []
+        launcher.run(CASES + "tell_place", 2, {}, events.append)
+        assert sorted(event["rank"] for event in events) == [0, 1]
+        launcher._server.kill()  # between two runs
+        launcher._server.wait()
+        launcher.preload(["json"])
+        launcher.run(CASES + "tell_place", 1, {}, events.append)
+        launcher.kill()
+        assert not launcher.revive()
+        with pytest.raises(RankFailure, match="fork server"):
+            launcher.run(CASES + "tell_place", 1)
+
+
 def alive(pid: int) -> bool:
     """Not gone, and not merely waiting to be counted by whoever adopted it."""
     try:

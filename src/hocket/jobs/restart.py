@@ -104,13 +104,14 @@ def run_with_restarts(
                 record.note(f"{_first_line(error)}; the run was asked to stop: {newest} is kept")
                 record.stopped = True
                 return
-            if not launcher.alive or not hasattr(error, "rank"):
+            if not hasattr(error, "rank") or not launcher.revive():
                 raise
             if record.saved != saved:  # what fails now has not failed since it was passed
                 used, saved, last = 0, record.saved, None
             fault = Fault(record.step, error.rank, str(getattr(error, "cause", "")))
             if most and fault == last:
-                if spec.options.elastic and not record.stepped and spec.layout.world_size > 1:
+                shrinks = spec.options.elastic and "fork server" not in error.message
+                if shrinks and not record.stepped and spec.layout.world_size > 1:
                     record.failures.append(str(error))
                     raise DeviceGone(_first_line(error), spec.layout.world_size - 1) from error
                 raise _again(error, fault) from None

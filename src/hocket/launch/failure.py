@@ -93,8 +93,8 @@ def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> 
     report = cause.report
     if report is None:
         error: errors.HocketError = errors.RankFailure(
-            f"{who} (process {cause.pid}) {_end(cause.code)}" + _tail(cause) + after + stacks,
-            hint=_HINTS.get(cause.code) if cause.code is not None else None,
+            f"{who} (process {cause.pid}) {end_of(cause.code)}" + _tail(cause) + after + stacks,
+            hint=HINTS.get(cause.code),
         )
     elif report["hocket"] not in (None, "RankFailure"):
         kind: type[errors.HocketError] = getattr(errors, report["hocket"])
@@ -112,17 +112,18 @@ def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> 
 def _cause(failure: Failure) -> str:
     """How a rank failed, in a form that is equal for equal failures."""
     if failure.report is None:
-        return _end(failure.code)
+        return end_of(failure.code)
     return f"{failure.report['type']}: {failure.report['message']}"
 
 
-_HINTS = {
+HINTS: dict[int | None, str] = {
     -signal.SIGKILL: "out of memory, unless a user killed it: a smaller batch, or more tp or pp",
     -signal.SIGBUS: "shared memory may be full: see df /dev/shm, or take --backend gloo",
 }
 
 
-def _end(code: int | None) -> str:
+def end_of(code: int | None) -> str:
+    """How a process ended, by its exit code (negative: by a signal), as a predicate."""
     if code is None:
         return "ended"
     if code < 0:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from hocket.launch import lines
+from hocket.launch import failure, lines
 from hocket.launch.gpus import cuda_shows, rank_settings
 from hocket.launch.watch import Event, Watch
 from hocket.spec.errors import OptionError, RankFailure
@@ -84,6 +84,14 @@ class Launcher:
         self.times: dict[str, float] = {}
         self.stop_asked = False
         self._watch: Watch | None = None
+        self._modules = list(preload)
+        self._ended = False
+        self._cold = self.device_kind == "cuda" or not warm
+        self._variables = {**self._environment(path), **(environment or {})}
+        self._start()
+
+    def _start(self) -> None:
+        """Start the server, and have it import what is known to be needed."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = os.memfd_create("hocket-server")
         # The kernel's signal at a parent's death follows the thread that started the child, so
@@ -91,7 +99,7 @@ class Launcher:
         lasting = threading.current_thread() is threading.main_thread()
         command = [sys.executable, "-m", "hocket.launch.server", "--control", str(theirs.fileno())]
         command += ["--parent", str(os.getpid() if lasting else 0)]
-        if self.device_kind == "cuda" or not warm:
+        if self._cold:
             command.append("--cold")
         try:
             self._server = subprocess.Popen(
@@ -100,13 +108,14 @@ class Launcher:
                 stdout=self._words,
                 stderr=self._words,
                 pass_fds=[theirs.fileno()],
-                env={**self._environment(path), **(environment or {})},
+                env=self._variables,
                 # A terminal's Ctrl-C reaches the parent only, which ends the ranks in order.
                 start_new_session=True,
             )
         finally:
             theirs.close()
-        self.preload(preload)
+        modules, self._modules = self._modules, []
+        self.preload(modules)
 
     def _environment(self, path: Iterable[str | os.PathLike[str]]) -> dict[str, str]:
         # Forked ranks set their threads themselves; the server must never start a team of them.
@@ -131,9 +140,10 @@ class Launcher:
 
     def preload(self, modules: Iterable[str]) -> None:
         """Have the server import modules, so that no rank has to. Returns at once."""
-        names = list(modules)
-        if names and self.device_kind == "cpu":
-            with self._server_lives():
+        names = [name for name in modules if name not in self._modules]
+        self._modules += names
+        if names and self.device_kind == "cpu" and self.alive:
+            with contextlib.suppress(BrokenPipeError, ConnectionError):  # `run` finds it ended
                 lines.send(self._control, {"do": "import", "modules": names})
 
     def run(
@@ -173,6 +183,7 @@ class Launcher:
             KeyboardInterrupt, Terminated: SIGINT or SIGTERM came; all ranks have been ended.
         """
         assert world_size >= 1
+        self.revive()
         listener = socket.create_server(("127.0.0.1", 0), backlog=4 * world_size)
         start = {
             "entry": entry,
@@ -249,8 +260,11 @@ class Launcher:
         code = self._server.returncode
         size = os.fstat(self._words).st_size
         words = os.pread(self._words, size, 0).decode(errors="replace").rstrip()
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        raise RankFailure(f"the fork server ended ({how}); its ranks ended with it\n{words}")
+        how = failure.end_of(code)
+        text = f"the fork server (process {self._server.pid}) {how}; its ranks ended with it"
+        error = RankFailure(f"{text}\n{words}".rstrip(), hint=failure.HINTS.get(code))
+        error.rank, error.cause = None, how  # type: ignore[attr-defined]
+        raise error
 
     def _kill(self) -> None:
         self._server.kill()
@@ -266,12 +280,24 @@ class Launcher:
 
         That one's `run` then raises RankFailure. `close` still has to be called.
         """
+        self._ended = True
         self._kill()
+
+    def revive(self) -> bool:
+        """Start another server where this one was killed from outside or failed; whether there is
+        one. One that `kill` or `close` ended stays so."""
+        if not self._ended and not self.alive and self._server.returncode != 0:
+            self._kill()
+            self._control.close()
+            os.close(self._words)
+            self._start()
+        return self.alive
 
     def close(self) -> None:
         """End the server, and with it any rank. May be called twice."""
         if self._control.fileno() < 0:
             return
+        self._ended = True
         self._control.close()
         try:
             # While it imports it cannot listen, and nothing is lost by killing it.
