@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import threading
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import JobRequest, request
 from hocket.spec.errors import DataError, OptionError
 from hocket.spec.run import RunFolder
 from hocket.training.data import prepare_data
 from hocket.training.dataset import BatchOrder, WindowDataset, open_dataset
 from hocket.training.token_manifest import TRAIN, VALID, Tokens, verify_tokens
-from hocket.training.token_window import MARKS, PARTS, Mark, window_file
+from hocket.training.token_window import MARKS, PARTS, window_file
 from hocket.training.tokenizer import byte_tokenizer
 from hocket.training.windowed import window_maker, windows_made
 
@@ -239,6 +241,65 @@ def test_an_error_of_the_stream_is_raised_where_a_rank_waits(
             list(every)
 
 
+def test_a_start_reads_nothing_before_its_window(job: JobRequest, tmp_path: Path) -> None:
+    """The lines before it are spoiled, of the same size: reading one would be an error. Of
+    several files, too."""
+    texts = (tmp_path / "a.jsonl").read_bytes()
+    half = texts.index(b"\n", len(texts) // 2) + 1
+    folders = [tmp_path / "two"]
+    folders[0].mkdir()
+    (folders[0] / "train-1.jsonl").write_bytes(texts[:half])
+    (folders[0] / "train-2.jsonl").write_bytes(texts[half:])
+    for data in (tmp_path / "a.jsonl", *folders):
+        asked = dataclasses.replace(job, data=(str(data),), run=tmp_path / f"run-{data.name}")
+        folder = prepared(asked)
+        maker = window_maker(folder, asked)
+        assert maker is not None
+        for window in range(8):
+            maker._current = window
+            maker.make(window)
+        files = [data] if data.is_file() else sorted(data.iterdir())
+        mark = maker.marks[7]
+        source, line, byte = mark.place
+        assert files[source].read_bytes()[:byte].count(b"\n") == line - 1
+        spoiled = files[source].read_bytes()
+        files[source].write_bytes(b"(" * byte + spoiled[byte:])
+        for file in files[:source]:
+            file.write_bytes(b"(" * file.stat().st_size)
+        window_file(folder.data, 7).unlink()
+        again = window_maker(folder, asked)
+        assert again is not None
+        again._current = 7
+        again.make(7)
+        assert tokens_of(folder, 7) == expected(folder, 7)
+
+
+def test_corrupt_records_in_windows_are_noted_once(job: JobRequest, tmp_path: Path) -> None:
+    """With file and line, although the stream is read twice; those that the preparation has noted
+    are not noted again."""
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    for number in (1, 700):
+        lines[number] = "(\n"
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    asked = dataclasses.replace(
+        job, options=dataclasses.replace(job.options, max_corrupt_records=2)
+    )
+    folder = prepared(asked, max_corrupt_records=2)
+    early = Tokens.load(folder.data)
+    record = JobRecorder()
+    events: list[dict[str, Any]] = []
+    record.listener = events.append
+    with windows_made(folder, asked, record):
+        data = open_dataset(folder.data, TRAIN, Tokens.load(folder.data), SEQ_LEN, 5)
+        for index in range(0, STEPS * BATCH, BATCH):
+            data.batch([index])
+    assert not record.watchers
+    noted = [*early.corrupt, *(event["text"] for event in events if event["event"] == "note")]
+    assert len(noted) == 2
+    for text, line in zip(noted, (2, 701), strict=True):
+        assert f"a.jsonl, line {line} is not JSON" in text
+
+
 def test_marks_that_cannot_be_read_are_made_again(job: JobRequest) -> None:
     folder = prepared(job)
     maker = window_maker(folder, job)
@@ -247,7 +308,8 @@ def test_marks_that_cannot_be_read_are_made_again(job: JobRequest) -> None:
     maker._current = 5
     maker.make(5)
     marks = maker.marks
-    assert marks[0] == Mark(Tokens.load(folder.data).valid_documents, 0, marks[0].crc32)
+    held = Tokens.load(folder.data).valid_documents
+    assert (marks[0].document, marks[0].offset) == (held, 0)
     (folder.data / MARKS).write_text("{}")
     again = window_maker(folder, job)
     assert again is not None

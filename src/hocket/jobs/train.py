@@ -268,7 +268,7 @@ def launch_ranks(
         record.note(remark)
     record.phase("starting ranks")
     background_load = BackgroundLoad()
-    with upload.uploads(folder, spec, record), windows_made(folder, spec):
+    with upload.uploads(folder, spec, record), windows_made(folder, spec, record):
         restart.run_with_restarts(
             launcher,
             ENTRY,
@@ -429,7 +429,7 @@ def _run_joined(
     with (
         unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume),
         uploading if context.rank == 0 else contextlib.nullcontext(),
-        windows_made(folder, spec, here=context.rank == 0),
+        windows_made(folder, spec, record, here=context.rank == 0),
     ):
         if context.rank == 0:
             unpredicted = request.cluster == forecast_policy.NONE

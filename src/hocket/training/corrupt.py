@@ -15,13 +15,15 @@ class CorruptRecords:
         limit: records that may be skipped.
 
     Attributes:
-        count: skipped so far. notes: of the first of them, file, line and reason.
+        count: skipped so far; one that is read again counts once. notes: of the first of them,
+            file, line and reason.
     """
 
     def __init__(self, limit: float = 0) -> None:
         self.limit = limit
         self.count = 0
         self.notes: list[str] = []
+        self._seen: set[str] = set()
 
     def skip(self, error: DataError) -> None:
         """Skip the record that `error` describes.
@@ -29,6 +31,8 @@ class CorruptRecords:
         Raises:
             DataError: it is one too many.
         """
+        if error.message in self._seen:
+            return
         if self.count >= self.limit:
             if not self.limit:
                 raise error
@@ -38,5 +42,6 @@ class CorruptRecords:
                 hint=f"--max-corrupt-records {10 * int(self.limit)}, or repair the file",
             )
         self.count += 1
+        self._seen.add(error.message)
         if len(self.notes) < NOTED:
             self.notes.append(error.message)

@@ -8,6 +8,7 @@ Never imports torch; pyarrow is loaded only for what it reads: CSV, parquet, Arr
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import itertools
@@ -22,37 +23,84 @@ from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_paths import Source, compression, suffix_of
 from hocket.training.hub_data import TRAIN
 
+_PIECE = 1 << 20
+"""Bytes that are read at once of a compressed file, to come to a place in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a document is, so that reading can begin there.
+
+    Attributes:
+        source: its number, parts of a directory counted. number: of JSON lines its line, of others
+            the documents of the source before it. byte: of JSON lines, where its line begins.
+    """
+
+    source: int = 0
+    number: int = 0
+    byte: int = 0
+
 
 def source_documents(
     sources: Iterable[Source], text_field: str = "text", corrupt: CorruptRecords | None = None
 ) -> Iterator[str]:
-    """Every document with some text in it, source by source.
+    """Every document with some text in it, source by source; as `placed_documents`."""
+    return (text for text, _ in placed_documents(sources, text_field, corrupt))
+
+
+def placed_documents(
+    sources: Iterable[Source],
+    text_field: str = "text",
+    corrupt: CorruptRecords | None = None,
+    start: Place = Place(),
+) -> Iterator[tuple[str, Place]]:
+    """Every document with some text in it, and where it is, source by source.
 
     Args:
         corrupt: skips records that cannot be read; None: the first raises.
+        start: of the first document; sources before it, and JSON lines, are not read.
 
     Raises:
         DataError: a file that cannot be read or decoded, or records without the text field.
     """
     corrupt = corrupt or CorruptRecords()
-    for source in sources:
+    for index, source in enumerate(_leaves(sources)):
+        if index < start.source:
+            continue
+        first = start if index == start.source else Place(index)
         try:
-            if source.limit is not None:
-                field = "text" if source.parts[0].kind == "text" else text_field
-                for record, where in source_records(source, corrupt):
-                    yield from _field(source, field, record, where, corrupt)
-            elif source.kind == "files":
-                yield from source_documents(source.parts, text_field, corrupt)
-            elif source.kind == "text":
-                yield from _text(source)
-            elif source.kind == "json":
-                for record, where in _json_records(source, corrupt):
-                    yield from _field(source, text_field, record, where, corrupt)
+            if source.kind == "json" and source.limit is None:
+                for record, number, byte in _json_records(source, corrupt, first):
+                    for text in _field(source, text_field, record, _where(number, byte), corrupt):
+                        yield text, Place(index, number, byte)
             else:
-                yield from _columns(source, text_field)
+                texts = _texts(source, text_field, corrupt)
+                for number, text in itertools.islice(enumerate(texts), first.number, None):
+                    yield text, Place(index, number)
         except OSError as error:
             reason = error.strerror or str(error) or type(error).__name__
             raise DataError(f"data {source.path} cannot be read: {reason}") from error
+
+
+def _leaves(sources: Iterable[Source]) -> Iterator[Source]:
+    """The sources, each directory of which all is read as its parts."""
+    for source in sources:
+        if source.kind == "files" and source.limit is None:
+            yield from _leaves(source.parts)
+        else:
+            yield source
+
+
+def _texts(source: Source, text_field: str, corrupt: CorruptRecords) -> Iterator[str]:
+    """The documents of a source that is not read by lines."""
+    if source.limit is not None:
+        field = "text" if source.parts[0].kind == "text" else text_field
+        for record, where in source_records(source, corrupt):
+            yield from _field(source, field, record, where, corrupt)
+    elif source.kind == "text":
+        yield from _text(source)
+    else:
+        yield from _columns(source, text_field)
 
 
 def fields(source: Source) -> frozenset[str]:
@@ -64,7 +112,7 @@ def fields(source: Source) -> frozenset[str]:
         return frozenset()
     try:
         if source.kind == "json":
-            first: Any = next(_json_records(source, CorruptRecords(math.inf)), ({}, ""))[0]
+            first: Any = next(_json_records(source, CorruptRecords(math.inf)), ({},))[0]
             return frozenset(first) if isinstance(first, dict) else frozenset()
         return frozenset(next(_tables(source)).schema.names)
     except (OSError, DataError, StopIteration):
@@ -92,8 +140,8 @@ def source_records(
         if source.kind == "text":
             yield from (({"text": text}, "its text") for text in _text(source))
             return
-        json_lines = source.kind == "json"
-        for record, where in _json_records(source, corrupt) if json_lines else _rows(source):
+        lines = ((one, _where(*at)) for one, *at in _json_records(source, corrupt))
+        for record, where in lines if source.kind == "json" else _rows(source):
             if isinstance(record, dict):
                 yield record, where
                 continue
@@ -146,37 +194,57 @@ def _text(source: Source) -> Iterator[str]:
         yield text
 
 
-def _json_records(source: Source, corrupt: CorruptRecords) -> Iterator[tuple[Any, str]]:
-    """JSON lines, or one JSON array of objects; each with the line or number it has."""
+def _json_records(
+    source: Source,
+    corrupt: CorruptRecords,
+    start: Place = Place(),
+) -> Iterator[tuple[Any, int, int]]:
+    """JSON lines, or one JSON array of objects; each with its line and the byte where that begins,
+    or its number in the array and -1."""
     with _open(source) as raw:
-        file = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="replace")
-        first = file.read(1)
-        number = 1
-        while first.isspace():
-            number += first == "\n"
-            first = file.read(1)
-        if first == "[":
-            try:
-                records = json.loads(first + file.read())
-            except ValueError as error:
-                raise DataError(f"data {source.path} is not JSON: {error}") from None
-            for number, record in enumerate(records, 1):
-                yield record, f"record {number}"
-            return
-        line = first + file.readline()
-        while line:
-            if line.strip():
-                try:
-                    yield json.loads(line), f"line {number}"
-                except (ValueError, RecursionError) as error:
-                    corrupt.skip(
-                        DataError(
-                            f"data {source.path}, line {number} is not JSON: {error}",
-                            hint="one JSON object a line; rename the file to .txt if it is plain "
-                            "text; --max-corrupt-records 10 skips such lines",
+        file = io.BufferedReader(raw)  # type: ignore[type-var]
+        number, byte = max(start.number, 1), max(start.byte, 0)
+        if byte and file.seekable():
+            file.seek(byte)
+        else:
+            for passed in range(0, byte, _PIECE):
+                file.read(min(_PIECE, byte - passed))
+        begun = byte > 0
+        for line in file:
+            # As in a text file, a carriage return alone ends a line too.
+            for each in line.splitlines(keepends=True) if b"\r" in line else (line,):
+                text = each.decode("utf-8" if byte else "utf-8-sig", "replace")
+                if not begun and text.lstrip().startswith("["):
+                    rest = line[line.index(each) :] + file.read()
+                    yield from _array(source, rest.decode("utf-8-sig", "replace"), start.number)
+                    return
+                if text.strip():
+                    begun = True
+                    try:
+                        yield json.loads(text), number, byte
+                    except (ValueError, RecursionError) as error:
+                        corrupt.skip(
+                            DataError(
+                                f"data {source.path}, line {number} is not JSON: {error}",
+                                hint="one JSON object a line; rename the file to .txt if it is "
+                                "plain text; --max-corrupt-records 10 skips such lines",
+                            )
                         )
-                    )
-            line, number = file.readline(), number + 1
+                number, byte = number + 1, byte + len(each)
+
+
+def _array(source: Source, text: str, first: int) -> Iterator[tuple[Any, int, int]]:
+    try:
+        records = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"data {source.path} is not JSON: {error}") from None
+    for number, record in enumerate(records, 1):
+        if number >= first:
+            yield record, number, -1
+
+
+def _where(number: int, byte: int) -> str:
+    return f"line {number}" if byte >= 0 else f"record {number}"
 
 
 def _field(

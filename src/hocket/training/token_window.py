@@ -14,12 +14,13 @@ ends. Never imports torch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from hocket.spec.errors import DataError, HocketError
 from hocket.spec.files import MALFORMED, file_crc32, json_crc32, named, parse_json, read_text
 from hocket.spec.run import CHECKSUM, write_text
+from hocket.training.data_sources import Place
 from hocket.training.token_files import encoded_documents
 from hocket.training.tokenizer import Tokenizer
 
@@ -51,11 +53,14 @@ class Ended(Exception):
 @dataclasses.dataclass(frozen=True)
 class Mark:
     """Where a window begins: tokens of a document of the stream (counted from 0, those that are
-    held out included); and, once it was made, its checksum."""
+    held out included); once it was made, its checksum; and a document at or before it, with its
+    source, its number there and its byte, from where reading begins."""
 
     document: int
     offset: int
     crc32: int | None = None
+    near: int = 0
+    place: Sequence[int] = (0, 0, 0)
 
 
 def window_file(folder: Path, window: int) -> Path:
@@ -72,42 +77,64 @@ class TokenStream:
     """Tokens of documents one after the other, without end: behind the last one the first follows.
 
     Args:
-        texts: begins to read the documents. held: the first of them, which are left out.
+        texts: begins to read the documents, with the place of each, at a place. held: the first of
+            them, which are left out.
 
     Attributes:
         document, offset: of the next token. passes: over all documents that have ended.
     """
 
     def __init__(
-        self, texts: Callable[[], Iterator[str]], tokenizer: Tokenizer, held: int = 0
+        self,
+        texts: Callable[[Place], Iterator[tuple[str, Place]]],
+        tokenizer: Tokenizer,
+        held: int = 0,
     ) -> None:
         self._texts, self._tokenizer, self._held = texts, tokenizer, held
         self.passes = 0
-        self.seek(held, 0)
+        self.seek(Mark(held, 0))
 
-    def seek(self, document: int, offset: int) -> None:
-        """Go to a token of a document; those before it are read, and not tokenized."""
-        self.document, self.offset = document, offset
-        texts = itertools.islice(self._texts(), document, None)
-        self._documents = encoded_documents(texts, self._tokenizer)
+    @property
+    def mark(self) -> Mark:
+        """Of the next token."""
+        return Mark(self.document, self.offset, None, self._near, dataclasses.astuple(self._place))
+
+    def seek(self, mark: Mark) -> None:
+        """Go to a token of a document; those before it are read only where they follow the place
+        of the mark, and not tokenized."""
+        self.document, self.offset = mark.document, mark.offset
+        self._near, self._place = mark.near, Place(*mark.place)
+        ahead: collections.deque[Place] = collections.deque()
+
+        def texts() -> Iterator[str]:
+            read = self._texts(Place(*mark.place))
+            for text, place in itertools.islice(read, mark.document - mark.near, None):
+                ahead.append(place)
+                yield text
+
+        self._documents = zip(
+            encoded_documents(texts(), self._tokenizer), iter(ahead.popleft, None), strict=False
+        )
         self._ids: Ids | None = None
-        self._nothing = document <= self._held and not offset
+        self._nothing = mark.document <= self._held and not mark.offset
 
     def take(self, most: int) -> Ids:
         """The next tokens, of one document: at least one, at most so many. Raises DataError where
         there is none in all of the documents."""
         while True:
             if self._ids is None:
-                self._ids = next(self._documents, None)
-                if self._ids is None:
+                following = next(self._documents, None)
+                if following is None:
                     if self._nothing:
                         raise DataError(
                             "the data holds no text behind what is held out of it",
                             hint="more data, or a smaller --eval-fraction",
                         )
                     self.passes += 1
-                    self.seek(self._held, 0)
+                    self.seek(Mark(self._held, 0))
                     continue
+                self._ids, self._place = following
+                self._near = self.document
             ids = self._ids[self.offset : self.offset + most]
             self.offset += ids.size
             if self.offset >= self._ids.size:
@@ -165,7 +192,7 @@ class WindowMaker:
         self._next: int | None = None
         """The window whose first token is `_head`, and whose others the stream is at."""
         self._head = np.zeros(0, self._dtype)
-        self.marks = _marks(folder) or {0: Mark(stream.document, stream.offset)}
+        self.marks = _marks(folder) or {0: stream.mark}
 
     def clean(self) -> None:
         """Delete what an earlier process left: requests, half-made windows, and those that are not
@@ -219,8 +246,7 @@ class WindowMaker:
             return
         start = max(number for number in self.marks if number <= window)
         if self._next is None or not start <= self._next <= window:
-            mark = self.marks[start]
-            self._stream.seek(mark.document, mark.offset)
+            self._stream.seek(self.marks[start])
             self._head = self._stream.take(1).astype(self._dtype)
             self._next = start
         while self._next < window:  # where a window between has no mark, as none was made yet
@@ -245,7 +271,7 @@ class WindowMaker:
                 crc32 = zlib.crc32(ids.tobytes(), crc32)
                 file.write(ids.tobytes())
                 left -= ids.size
-            following = Mark(self._stream.document, self._stream.offset)
+            following = self._stream.mark
             self._head = self._stream.take(1).astype(self._dtype)
             crc32 = zlib.crc32(self._head.tobytes(), crc32)
             file.write(self._head.tobytes())

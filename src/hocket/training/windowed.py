@@ -20,6 +20,7 @@ from hocket.spec.run import RunFolder, TrainOptions, Workload
 from hocket.spec.units import format_bytes
 from hocket.training import data_paths, data_sources
 from hocket.training.corrupt import CorruptRecords
+from hocket.training.data_sources import Place
 from hocket.training.token_files import write_tokens
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.token_window import (
@@ -94,10 +95,10 @@ def held_out_counts(
             )
     else:
         wanted = max(round(share * window * seq_len), seq_len + 1) if share else 0
-        stream = TokenStream(_texts(sources, text_field, corrupt.limit), tokenizer)
+        stream = TokenStream(_texts(sources, text_field, corrupt), tokenizer)
         tokens, documents = hold_out(stream, folder / VALID, wanted, dtype)
         of_valid = documents
-    TokenStream(_texts(sources, text_field, corrupt.limit), tokenizer, documents).take(1)
+    TokenStream(_texts(sources, text_field, corrupt), tokenizer, documents).take(1)
     return {
         "train_tokens": (samples or 0) * seq_len + 1, "valid_tokens": tokens,
         "train_documents": 0, "valid_documents": of_valid, "largest": tokenizer.vocab_size - 1,
@@ -111,10 +112,10 @@ def delete_windows(folder: Path) -> None:
 
 
 def _texts(
-    sources: Sequence[data_paths.Source], text_field: str, limit: float
-) -> Callable[[], Iterator[str]]:
-    """Begins to read the documents; each time so many corrupt records are skipped at most."""
-    return lambda: data_sources.source_documents(sources, text_field, CorruptRecords(limit))
+    sources: Sequence[data_paths.Source], text_field: str, corrupt: CorruptRecords
+) -> Callable[[Place], Iterator[tuple[str, Place]]]:
+    """Begins to read the documents at a place."""
+    return lambda place: data_sources.placed_documents(sources, text_field, corrupt, place)
 
 
 class StreamingJob(Protocol):
@@ -130,8 +131,19 @@ class StreamingJob(Protocol):
     def workload(self) -> Workload: ...
 
 
+class EventNotes(Protocol):
+    """Where skipped records are noted; its watchers are called with each event of the run."""
+
+    watchers: list[Callable[[dict[str, Any]], None]]
+
+    def note(self, text: str) -> None: ...
+
+
 def window_maker(
-    folder: RunFolder, job: StreamingJob, ended: Callable[[], bool] = lambda: False
+    folder: RunFolder,
+    job: StreamingJob,
+    ended: Callable[[], bool] = lambda: False,
+    corrupt: CorruptRecords | None = None,
 ) -> WindowMaker | None:
     """What makes the windows of a run; None where all of its tokens are on disk.
 
@@ -152,7 +164,8 @@ def window_maker(
         )
     documents = 0 if job.eval_data else tokens.valid_documents
     done = next((int(p.name.split("-")[1]) for p in resumable_checkpoints(folder.checkpoints)), 0)
-    texts = _texts(sources, options.text_field, options.max_corrupt_records)
+    corrupt = corrupt or CorruptRecords(options.max_corrupt_records)
+    texts = _texts(sources, options.text_field, corrupt)
     return WindowMaker(
         folder.data, TokenStream(texts, tokenizer, documents), samples=tokens.window,
         seq_len=workload.seq_len, dtype=tokens.dtype, ended=ended,
@@ -162,10 +175,13 @@ def window_maker(
 
 
 @contextlib.contextmanager
-def windows_made(folder: RunFolder, job: StreamingJob, *, here: bool = True) -> Iterator[None]:
-    """Within, windows that ranks ask for are made, by a thread, where that is done `here`."""
-    over = threading.Event()
-    maker = window_maker(folder, job, over.is_set) if here else None
+def windows_made(
+    folder: RunFolder, job: StreamingJob, notes: EventNotes | None = None, *, here: bool = True
+) -> Iterator[None]:
+    """Within, windows that ranks ask for are made, by a thread, where that is done `here`. Corrupt
+    records that are skipped are noted at the run's next event."""
+    over, corrupt = threading.Event(), CorruptRecords(job.options.max_corrupt_records)
+    maker = window_maker(folder, job, over.is_set, corrupt) if here else None
     if maker is None:
         yield
         return
@@ -182,11 +198,26 @@ def windows_made(folder: RunFolder, job: StreamingJob, *, here: bool = True) -> 
             known = error if isinstance(error, HocketError) else DataError(repr(error))
             maker.fail(known)
 
+    told = set(Tokens.load(folder.data).corrupt)  # by the preparation
+
+    def tell(event: dict[str, Any]) -> None:
+        for text in tuple(corrupt.notes):
+            if notes is not None and text not in told:
+                told.add(text)
+                notes.note(f"skipped: {text}")
+
     thread = threading.Thread(target=serve, name="token windows", daemon=True)
     thread.start()
+    if notes is not None:
+        notes.watchers.append(tell)
     try:
         yield
     finally:
         over.set()
         thread.join()
         maker.tidy()
+        if notes is not None:
+            notes.watchers.remove(tell)
+            tell({})
+            if corrupt.count > len(corrupt.notes):
+                notes.note(f"{corrupt.count:,} corrupt records were skipped in all")
