@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from typing import Any
+
+import pytest
 
 from hocket.training.metrics import TrainingMetrics
 
@@ -47,3 +52,56 @@ def test_a_new_run_begins_a_new_file(tmp_path) -> None:
     metrics = TrainingMetrics(path)
     metrics.close()
     assert rows(path) == []
+
+
+class _FullDisk:
+    """A raw file of which `left` bytes can still be written."""
+
+    def __init__(self, file: Any, left: int) -> None:
+        self.file, self.left, self.name = file, left, file.name
+
+    def write(self, data: bytes) -> int:
+        if not self.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count: int = self.file.write(data[: self.left])
+        self.left -= count
+        return count
+
+    def fileno(self) -> int:
+        number: int = self.file.fileno()
+        return number
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_rows_wait_for_a_disk_that_is_full(tmp_path) -> None:
+    """One row is cut by it; with space again all are there. Without, closing says so."""
+    path = tmp_path / "metrics.jsonl"
+    notes: list[str] = []
+    metrics = TrainingMetrics(path, note=notes.append)
+    disk = metrics._file = _FullDisk(metrics._file, 17)
+    for step in (1, 2, 3):
+        metrics.write({"step": step})
+    assert path.read_bytes() == b'{"step": 1}\n{"ste'
+    (note,) = notes
+    assert "metrics.jsonl: No space left on device; training continues" in note
+    with pytest.raises(OSError, match="No space left") as caught:
+        metrics.close()
+    assert caught.value.filename == str(path)
+    disk.left = 10_000
+    metrics.write({"step": 4})
+    metrics.close()
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
+
+
+def test_a_resume_on_a_full_disk_keeps_the_rows(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hocket.training.metrics.write_text", full)
+    TrainingMetrics(path, done=2).close()
+    assert rows(path) == [{"step": 1}, {"step": 2}]

@@ -157,6 +157,7 @@ class Loop:
                 self.folder.metrics_file,
                 done=self.done,
                 trackers=trackers.run_trackers(self.spec, self.folder.path, done=self.done),
+                note=lambda text: self._say(event="note", text=text),
             )
         try:
             self._say(event="phase", name="training")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,63 @@ class TrainingMetrics:
         path: metrics.jsonl.
         done: steps that a resumed run has done; rows after them are of a future that was lost.
         trackers: that get each row as well, and are closed with it.
+        note: called with a text where a row cannot be written.
     """
 
-    def __init__(self, path: Path, *, done: int = 0, trackers: Trackers | None = None) -> None:
-        self._trackers = trackers
+    def __init__(
+        self,
+        path: Path,
+        *,
+        done: int = 0,
+        trackers: Trackers | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._trackers, self._note = trackers, note
+        self._waiting, self._noted = b"", False
         if done and path.exists():
-            rows = path.read_bytes().splitlines(keepends=True)
-            write_text(path, "".join(row.decode() for row in rows if _step(row) <= done))
-        self._file = path.open("a" if done else "w", buffering=1)
+            _drop_after(path, done)
+        self._file = path.open("ab" if done else "wb", buffering=0)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; it is on its way to the disk when this returns."""
-        with named(self._file.name):
-            self._file.write(json.dumps(row) + "\n")
+        """Append one row; it is on its way to the disk when this returns. Where the disk is full,
+        it waits for the next row that can be written."""
+        self._waiting += json.dumps(row).encode() + b"\n"
+        try:
+            self._append()
+            self._noted = False
+        except OSError as error:
+            if not self._noted:
+                self._noted = True
+                self._note(
+                    f"{self._file.name}: {error.strerror or error}; training continues, and rows "
+                    "are kept until they can be written"
+                )
         if self._trackers is not None:
             self._trackers.write(row)
 
+    def _append(self) -> None:
+        with named(self._file.name):
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+
     def close(self) -> None:
-        """Flush and sync."""
+        """Flush and sync. Raises OSError where rows still cannot be written."""
+        self._append()
         os.fsync(self._file.fileno())
         self._file.close()
         if self._trackers is not None:
             self._trackers.close()
+
+
+def _drop_after(path: Path, done: int) -> None:
+    """Drop rows of later steps and damaged ones. Those at the end are cut off in place, which a
+    full disk allows."""
+    rows = path.read_bytes().splitlines(keepends=True)
+    kept = [row for row in rows if _step(row) <= done]
+    if rows[: len(kept)] == kept:
+        os.truncate(path, sum(map(len, kept)))
+    else:
+        write_text(path, b"".join(kept).decode())
 
 
 def _step(row: bytes) -> float:
