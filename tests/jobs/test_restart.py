@@ -68,6 +68,28 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, whole: Whole, layout: 
         job(tmp_path, "last", layout, [{**fault, "step": 12}], max_restarts=0)
 
 
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    """As where its file system was unmounted: each save is noted, the last one ends the run."""
+    notes: list[str] = []
+    run, away = tmp_path / "run", tmp_path / "away"
+
+    def leave(event: dict[str, Any]) -> None:
+        if event["event"] == "saved":
+            run.rename(away)
+            run.mkdir()
+        elif event["event"] == "note":
+            notes.append(event["text"])
+
+    with pytest.raises(
+        TrainingError, match=r"step 12 was not saved: .*run/run\.json: No such file"
+    ):
+        job(tmp_path, "run", "dp2", save_mode="blocking", heard=leave)
+    (note,) = [text for text in notes if "was not saved" in text]
+    assert "step 8 was not saved" in note
+    assert not list(run.rglob("step-*"))
+    assert (away / "checkpoints" / "step-000004" / "manifest.json").exists()
+
+
 def test_a_failure_that_comes_back_ends_the_run(tmp_path: Path) -> None:
     fault = {"kind": "raise", "rank": 1, "phase": "step", "step": 6, "attempts": 9}
     with pytest.raises(RankFailure, match="the same failure came back after step 5") as caught:

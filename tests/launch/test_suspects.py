@@ -120,6 +120,20 @@ def test_waits_in_c_are_known_by_their_line(stack: str) -> None:
     assert failure.waits(ANSWERS + stack + CALLERS)
 
 
+def test_a_collective_in_a_compiled_graph_waits(tmp_path: Path) -> None:
+    """Torch's call of an operator is innermost; the file that Inductor wrote names it."""
+    file = tmp_path / "cmv7.py"
+    file.write_text(
+        "        cpp_fused_mul_0(arg0_1, buf0)\n"
+        "        torch.ops._c10d_functional.wait_tensor.default(buf0)\n"
+    )
+    operator = '  File "/lib/python/site-packages/torch/_ops.py", line 871 in __call__\n'
+    for line, waiting in ((1, False), (2, True)):
+        graph = f'  File "{file}", line {line} in call\n'
+        assert failure.waits(ANSWERS + operator + graph + CALLERS) is waiting
+        assert not failure.waits(ANSWERS + IN_SLEEP + operator + graph)
+
+
 def test_other_code_does_not_wait() -> None:
     other = frame("training/inputs.py", "def step")
     assert not failure.waits(ANSWERS + other + CALLERS)

@@ -27,9 +27,16 @@ def text_in(folder: Path) -> Path:
 
 
 def job(
-    folder: Path, name: str, layout: str, faults: Any = (), notes: Any = None, **options: Any
+    folder: Path,
+    name: str,
+    layout: str,
+    faults: Any = (),
+    notes: Any = None,
+    heard: Callable[[dict[str, Any]], None] | None = None,
+    **options: Any,
 ) -> Summary:
-    """Train the tiny Llama into `folder / name`; texts of notes are added to `notes`."""
+    """Train the tiny Llama into `folder / name`; texts of notes are added to `notes`, and `heard`
+    is called with each event."""
     values = {
         "model": "tiny-llama", "data": str(text_in(folder)), "run": str(folder / name),
         "layout": layout, "seq_len": 16, "global_batch": 4, "steps": STEPS, "save_every": 4,
@@ -39,6 +46,8 @@ def job(
     def hear(event: dict[str, Any]) -> None:
         if notes is not None and event["event"] == "note":
             notes.append(event["text"])
+        if heard is not None:
+            heard(event)
 
     return train_model(request(values), on_event=hear, faults=faults)
 

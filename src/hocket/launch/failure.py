@@ -29,9 +29,12 @@ _WAITING = (
 _COMMUNICATING = ("/torch/", "hocket/runtime/")
 """Code that a rank which waits for others is in, innermost."""
 
-_IN_C = re.compile(r"\.wait\(|store(\(\))?\.get\(")
+_IN_C = re.compile(r"\.wait\(|store(\(\))?\.get\(|\b_c10d_functional\.")
 """A line of code that waits for other ranks in C++, without a frame of its own: for a work of
-Gloo, for a key of the store."""
+Gloo, for a key of the store, for a collective in a file that Inductor made of a graph."""
+
+_OPERATOR = "/torch/_ops.py"
+"""Torch's call of an operator: the line of its caller has the operator's name."""
 
 NO_STACK = "  gave no whole stack"
 """How the text of a rank begins whose stack is not known."""
@@ -249,7 +252,8 @@ def waits(stack: str) -> bool:
     frames = _main_thread(stack)
     if not frames:
         return False
-    if _IN_C.search(_source(frames[0])):
+    caller = next((frame for frame in frames if _OPERATOR not in frame), frames[0])
+    if _IN_C.search(_source(caller)):
         return True
     if not any(place in frames[0] for place in _COMMUNICATING):
         return False  # other code runs, inside a collective perhaps

@@ -220,6 +220,8 @@ class Saves:
 
     def _begin(self) -> None:
         self._faults.at("save")
+        # Below a mount that is gone, a save would make the folder anew, on another file system.
+        self.folder.spec_file.stat()
 
     def poll(self) -> None:
         """Report the saves and copies that have ended."""
