@@ -220,7 +220,7 @@ class Saves:
 
     def _begin(self) -> None:
         self._faults.at("save")
-        # Below a mount that is gone, a save would make the folder anew, on another file system.
+        # Below a mount that is gone, a save would make another folder, on another file system.
         self.folder.spec_file.stat()
 
     def poll(self) -> None:

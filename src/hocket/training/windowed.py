@@ -198,12 +198,12 @@ def windows_made(
             known = error if isinstance(error, HocketError) else DataError(repr(error))
             maker.fail(known)
 
-    told = set(Tokens.load(folder.data).corrupt)  # by the preparation
+    noted = set(Tokens.load(folder.data).corrupt)  # by the preparation
 
     def tell(event: dict[str, Any]) -> None:
         for text in tuple(corrupt.notes):
-            if notes is not None and text not in told:
-                told.add(text)
+            if notes is not None and text not in noted:
+                noted.add(text)
                 notes.note(f"skipped: {text}")
 
     thread = threading.Thread(target=serve, name="token windows", daemon=True)
