@@ -1,4 +1,5 @@
-"""Write the last table of chaos.md from chaos.jsonl, the `--json` of one `hocket chaos` a line.
+"""Write the last two tables of chaos.md from chaos.jsonl and chaos-rerun.jsonl, the `--json` of one
+`hocket chaos` a line.
 
 .venv/bin/python docs/reference/write_chaos.py
 """
@@ -7,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-PAGE, ROWS = FOLDER / "chaos.md", FOLDER / "chaos.jsonl"
-BEGIN, END = "<!-- from chaos.jsonl -->\n", "<!-- end -->\n"
+PAGE = FOLDER / "chaos.md"
+TABLES = (FOLDER / "chaos.jsonl", FOLDER / "chaos-rerun.jsonl")
+END = "<!-- end -->\n"
 
 
-def table() -> str:
-    """What became of all faults, by layout and by kind."""
-    runs = [json.loads(line) for line in ROWS.read_text().splitlines()]
+def table(rows: Path) -> str:
+    """What became of all faults of a file, by layout and by kind."""
+    runs = [json.loads(line) for line in rows.read_text().splitlines()]
     faults = [(run, fault) for run in runs for fault in run["faults"]]
     ends = [equal for run in runs for equal in run["jobs_equal"]]
     named = [f["named"] for _, f in faults if f["named"] is not None]
@@ -33,16 +36,21 @@ def table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     left = [
-        f"| `{layout.partition(':')[0]}` | {_count(rows, 'survived')} | {_count(rows, 'named')} |"
-        for layout, rows in _groups([(run["layout"], fault) for run, fault in faults])
+        f"| `{_short(layout)}` | {_count(found, 'survived')} | {_count(found, 'named')} |"
+        for layout, found in _groups([(run["layout"], fault) for run, fault in faults])
     ]
     right = [
-        f" | `{kind}` | {_count(rows, 'survived')} | {_seconds(rows)} |"
-        for kind, rows in _groups([(fault["kind"], fault) for _, fault in faults])
+        f" | `{kind}` | {_count(found, 'survived')} | {_seconds(found)} |"
+        for kind, found in _groups([(fault["kind"], fault) for _, fault in faults])
     ]
     for one, other in itertools.zip_longest(left, right, fillvalue="|  |  |  |"):
         lines.append(one + other)
     return "\n".join(lines) + "\n"
+
+
+def _short(layout: str) -> str:
+    """A layout without its microbatches."""
+    return re.sub(r"microbatches=\d+,?", "", layout).rstrip(":")
 
 
 def _groups(rows: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -61,9 +69,12 @@ def _seconds(rows: list[dict[str, Any]]) -> str:
 
 
 def page() -> str:
-    """The page with the table."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+    """The page with the tables."""
+    text = PAGE.read_text()
+    for rows in TABLES:
+        before, begin, rest = text.partition(f"<!-- from {rows.name} -->\n")
+        text = before + begin + "\n" + table(rows) + "\n" + END + rest.partition(END)[2]
+    return text
 
 
 if __name__ == "__main__":

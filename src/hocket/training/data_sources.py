@@ -28,7 +28,7 @@ _PIECE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DocumentPlace:
     """Where a document is, so that reading can begin there.
 
     Attributes:
@@ -52,8 +52,8 @@ def placed_documents(
     sources: Iterable[Source],
     text_field: str = "text",
     corrupt: CorruptRecords | None = None,
-    start: Place = Place(),
-) -> Iterator[tuple[str, Place]]:
+    start: DocumentPlace = DocumentPlace(),
+) -> Iterator[tuple[str, DocumentPlace]]:
     """Every document with some text in it, and where it is, source by source.
 
     Args:
@@ -67,16 +67,16 @@ def placed_documents(
     for index, source in enumerate(_leaves(sources)):
         if index < start.source:
             continue
-        first = start if index == start.source else Place(index)
+        first = start if index == start.source else DocumentPlace(index)
         try:
             if source.kind == "json" and source.limit is None:
                 for record, number, byte in _json_records(source, corrupt, first):
                     for text in _field(source, text_field, record, _where(number, byte), corrupt):
-                        yield text, Place(index, number, byte)
+                        yield text, DocumentPlace(index, number, byte)
             else:
                 texts = _texts(source, text_field, corrupt)
                 for number, text in itertools.islice(enumerate(texts), first.number, None):
-                    yield text, Place(index, number)
+                    yield text, DocumentPlace(index, number)
         except OSError as error:
             reason = error.strerror or str(error) or type(error).__name__
             raise DataError(f"data {source.path} cannot be read: {reason}") from error
@@ -197,7 +197,7 @@ def _text(source: Source) -> Iterator[str]:
 def _json_records(
     source: Source,
     corrupt: CorruptRecords,
-    start: Place = Place(),
+    start: DocumentPlace = DocumentPlace(),
 ) -> Iterator[tuple[Any, int, int]]:
     """JSON lines, or one JSON array of objects; each with its line and the byte where that begins,
     or its number in the array and -1."""

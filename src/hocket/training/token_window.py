@@ -30,7 +30,7 @@ import numpy.typing as npt
 from hocket.spec.errors import DataError, HocketError
 from hocket.spec.files import MALFORMED, file_crc32, json_crc32, named, parse_json, read_text
 from hocket.spec.run import CHECKSUM, write_text
-from hocket.training.data_sources import Place
+from hocket.training.data_sources import DocumentPlace
 from hocket.training.token_files import encoded_documents
 from hocket.training.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class TokenStream:
 
     def __init__(
         self,
-        texts: Callable[[Place], Iterator[tuple[str, Place]]],
+        texts: Callable[[DocumentPlace], Iterator[tuple[str, DocumentPlace]]],
         tokenizer: Tokenizer,
         held: int = 0,
     ) -> None:
@@ -103,11 +103,11 @@ class TokenStream:
         """Go to a token of a document; those before it are read only where they follow the place
         of the mark, and not tokenized."""
         self.document, self.offset = mark.document, mark.offset
-        self._near, self._place = mark.near, Place(*mark.place)
-        ahead: collections.deque[Place] = collections.deque()
+        self._near, self._place = mark.near, DocumentPlace(*mark.place)
+        ahead: collections.deque[DocumentPlace] = collections.deque()
 
         def texts() -> Iterator[str]:
-            read = self._texts(Place(*mark.place))
+            read = self._texts(DocumentPlace(*mark.place))
             for text, place in itertools.islice(read, mark.document - mark.near, None):
                 ahead.append(place)
                 yield text

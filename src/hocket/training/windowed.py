@@ -20,7 +20,7 @@ from hocket.spec.run import RunFolder, TrainOptions, Workload
 from hocket.spec.units import format_bytes
 from hocket.training import data_paths, data_sources
 from hocket.training.corrupt import CorruptRecords
-from hocket.training.data_sources import Place
+from hocket.training.data_sources import DocumentPlace
 from hocket.training.token_files import write_tokens
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.token_window import (
@@ -113,7 +113,7 @@ def delete_windows(folder: Path) -> None:
 
 def _texts(
     sources: Sequence[data_paths.Source], text_field: str, corrupt: CorruptRecords
-) -> Callable[[Place], Iterator[tuple[str, Place]]]:
+) -> Callable[[DocumentPlace], Iterator[tuple[str, DocumentPlace]]]:
     """Begins to read the documents at a place."""
     return lambda place: data_sources.placed_documents(sources, text_field, corrupt, place)
 
