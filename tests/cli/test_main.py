@@ -160,10 +160,10 @@ def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for typed in (
-        ["plan", "llama-3-8b", "--cluster", "8xH100"],
+        ["plan", "--cluster", "8xH100", "--global-batch", "8"],
         ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "8", "--top", "0"],
         ["plan", "llama-3-8b", "--global-batch", "8"],
-        ["links", "llama-3-8b", "--cluster", "8xH100", "--layout", "dp8"],
+        ["links", "llama-3-8b", "--layout", "dp8"],
     ):
         code, _, err = run(capsys, *typed)
         assert code == 2

@@ -14,6 +14,7 @@ import pytest
 import hocket
 from hocket.cli.main import main
 from hocket.planning.search import simulate_all
+from hocket.planning.stacks import ALIASES, STACKS
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -136,8 +137,6 @@ def test_the_library_asks_for_what_it_needs() -> None:
     with pytest.raises(OptionError, match="which GPUs") as caught:
         hocket.plan("llama-3-8b", seq_len=2048, global_batch=32)  # type: ignore[call-overload]
     assert caught.value.hint == 'cluster="8xH100"'
-    with pytest.raises(OptionError, match="how many sequences"):
-        hocket.plan("llama-3-8b", cluster="8xH100")  # type: ignore[call-overload]
     with pytest.raises(OptionError, match="unknown option 'layot'") as caught:
         hocket.plan("llama-3-8b", cluster="8xH100", global_batch=64, layot="dp8")
     assert caught.value.hint == "did you mean 'layout'?"
@@ -153,6 +152,43 @@ def test_the_library_has_the_defaults_of_the_command_line(
     found = hocket.plan("llama-3-8b", cluster="8xH100", global_batch=64, dtype="bf16")
     assert str(found.best.layout) == said["layouts"][0]["layout"]
     assert found.seq_len == said["seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "more", "batch"),
+    [
+        ("8xH100", ("--layout", "dp8"), 64),
+        ("2xH100", ("--layout", "tp2"), 32),
+        ("64x8xH100", ("--layout", "dp64.tp8"), 1024),
+        ("8xH100", ("--seq-len", "131072", "--layout", "cp8"), 32),
+        ("8xH100", ("--layout", "pp8:microbatches=12"), 72),
+        ("8xH100", ("--pin", "dp=8", "microbatch=3"), 72),
+    ],
+)
+def test_a_global_batch_that_is_not_given_is_chosen_and_named(
+    cluster: str, more: tuple[str, ...], batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "llama-3-8b", "--cluster", cluster, "--top", "1", *more]) == 0
+    said = capsys.readouterr().out
+    assert f"global batch {batch:,}\n" in said
+    assert f"Global batch: {batch:,} sequences, " in said
+    assert "--global-batch N sets it" in said
+    if "next: " in said:
+        assert f"--global-batch {batch}" in said
+
+
+def test_a_tool_names_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--cluster", "8xH100", "--top", "1", "--stack"]
+    titan, fsdp = plan(capsys, *asked, "torchtitan"), plan(capsys, *asked, "fsdp")
+    assert titan == fsdp
+    assert "only layouts that torchtitan 0.2.2 can run" in titan
+    assert set(ALIASES.values()) <= set(STACKS)
+    assert not set(ALIASES) & set(STACKS)
+
+
+def test_a_tiny_model_is_not_free(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny-llama", "--cluster", "2xA100-40", "--top", "1"]) == 0
+    assert "0 (0-0)" not in capsys.readouterr().out
 
 
 def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -176,7 +212,6 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["llama-3-8b", "--cluster", "8xXYZ", "--serve"], "hint: hocket models --gpus lists all"),
         (["llama-3-8b", "8xH100"], "hint: hocket plan llama-3-8b --cluster 8xH100\n"),
         (["llama-3-8b", "--global-batch", "8"], "which GPUs?"),
-        (["llama-3-8b", "--cluster", "8xH100"], "how many sequences"),
         (["--cluster", "8xH100"], "which model?"),
         ([*ASKED, "--objective", "speed"], "unknown objective 'speed'"),
         ([*ASKED, "--pin", "tpp=4"], "did you mean 'tp'"),

@@ -163,6 +163,7 @@ def test_the_text_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture
         "40 answered, 2 rejected, 1 lost", "25.0% of the prompts' tokens", "this server",
         "does not fit", "started again once", "1 request of 150 tokens", "80 tokens/s",
         "within the goals",
+        "off by: predicted over measured",
     ):  # fmt: skip
         assert words in said, words
 
@@ -195,6 +196,7 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     # Every number of every chart is one.
     assert "nan" not in " ".join(str(v) for _, a in page.tags for v in a.values()).lower()
     assert text.count("<svg") == 4
+    assert "off by: predicted over measured" in text
 
 
 def test_a_picture_and_two_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

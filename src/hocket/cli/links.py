@@ -20,7 +20,7 @@ class LinksFlags:
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine).
         layout: dp2.tp8, or with fields: dp2.pp2.tp4:microbatches=8,order=dp-tp-cp-pp.
         seq_len: tokens per sequence.
-        global_batch: sequences per step.
+        global_batch: sequences per step (default: as of `hocket plan`).
         dtype: matmul precision (default: bf16; fp32 on CPU). One of: bf16, fp16, fp8.
         json: print one JSON object.
     """
@@ -45,12 +45,6 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError("which GPUs?", hint="--cluster 8xA100-SXM-80")
     if flags.layout is None:
         raise OptionError("which layout?", hint="--layout dp4.tp2")
-    if flags.global_batch is None:
-        if flags.cluster != "auto":  # its own mistakes first: the hint below is to run
-            from hocket.jobs.machine import named_cluster
-
-            named_cluster(flags.cluster)
-        raise OptionError("how many sequences make a step?", hint="--global-batch 64")
     from hocket.jobs import link_prices
 
     found = link_prices.links(

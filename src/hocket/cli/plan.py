@@ -32,7 +32,8 @@ class PlanFlags:
             measured by `hocket probe`). With --serve also kinds of GPU, as many as are needed:
             A100-40,A100-80,H100 (default with --serve: the usual kinds).
         seq_len: tokens per sequence.
-        global_batch: sequences per step; required for training plans.
+        global_batch: sequences per step (default: 8 for each GPU, at least 32 and at most 4.2M
+            tokens; on CPU 32).
         objective: what to optimize; tokens-per-dollar also considers fewer GPUs. One of: time,
             tokens-per-dollar, memory.
         top: number of layouts to print.
@@ -51,7 +52,8 @@ class PlanFlags:
             bf16, fp16, fp8, tf32, fp32.
         grad_dtype: gradient type, as in `hocket train` (default: fp32). One of: fp32, bf16.
         stack: software whose constants estimate a step, and whose features bound the search:
-            megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ...
+            megatron-core, nemo, fsdp (torchtitan, eager), fsdp-compiled, deepspeed (2022),
+            megatron (2021) ...
             (default: hocket itself, with the constants of eager PyTorch).
         price_list: providers whose on-demand quotes give the median price (default: all). One of:
             hyperscaler, specialist, all.
@@ -183,12 +185,6 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --cluster 8x8xH100-SXM")
     if flags.cluster is None:
         raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
-    if flags.global_batch is None:
-        if flags.cluster != "auto":  # its own mistakes first: the hint below is to run
-            from hocket.jobs.machine import named_cluster
-
-            named_cluster(flags.cluster)
-        raise OptionError("how many sequences make a step?", hint="--global-batch 512")
     if flags.emit is not None and flags.lora_rank is not None:
         raise OptionError(
             f"--emit writes no flags of adapters for {flags.emit}",

@@ -141,7 +141,7 @@ def plan(
     model: str | os.PathLike[str],
     *,
     cluster: str,
-    global_batch: int,
+    global_batch: int | None = None,
     seq_len: int = 4096,
     serve: Literal[False] = False,
     **options: Any,
@@ -175,8 +175,7 @@ def plan(
             hypothesis about a model whose size is not public, and one for any other:
             `(found,) = hocket.plan("llama-3-70b", serve=True, cluster="H100")`.
         cluster: `2x8xH100-SXM`, or a TOML file; with `serve` kinds of GPU too, `A100-80,H100`.
-        **options: any other flag of `hocket plan`, with underscores: `objective="memory"`. To plan
-            a step needs `seq_len` and `global_batch`.
+        **options: any other flag of `hocket plan`, with underscores: `objective="memory"`.
 
     Raises:
         HocketError: what the caller can mend; for a model that does not fit, with the smallest
@@ -190,10 +189,7 @@ def plan(
 
     if cluster is None:
         raise OptionError("which GPUs?", hint='cluster="8xH100"')
-    options = {"seq_len": PLANNED_SEQ_LEN, **_known(job, options)}
-    if options.get("global_batch") is None:
-        raise OptionError("how many sequences make a step?", hint="global_batch=512")
-    return job(model, cluster=cluster, **options)
+    return job(model, cluster=cluster, **{"seq_len": PLANNED_SEQ_LEN, **_known(job, options)})
 
 
 PLANNED_SEQ_LEN = 4096

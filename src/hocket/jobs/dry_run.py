@@ -19,6 +19,7 @@ from hocket.spec.units import format_seconds
 
 if TYPE_CHECKING:
     from hocket.jobs.record import JobRecorder
+    from hocket.jobs.rehearsal_workers import RehearsalWorkers
     from hocket.jobs.rehearse import Rehearsed
     from hocket.jobs.request import JobRequest
     from hocket.spec.forecast import Forecast
@@ -105,6 +106,14 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
         HocketError: whatever `hocket train` rejects before ranks start; the job does not complete,
             or does not fit a GPU.
     """
+    from hocket.jobs.rehearsal_workers import RehearsalWorkers
+
+    # The processes import torch while the data are tokenized.
+    with RehearsalWorkers(None if request.auto else request.layout.world_size) as workers:
+        return _dry_run(request, record, workers)
+
+
+def _dry_run(request: JobRequest, record: JobRecorder, workers: RehearsalWorkers) -> DryRun:
     from hocket.jobs.rehearse import GPU, prepare_rehearsal, rehearse_job
     from hocket.models.source import resolve_model
 
@@ -127,7 +136,7 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
         planned = prepare_rehearsal(
             dataclasses.replace(request, layout=layout), gpu=gpu, config=config
         )
-    found = rehearse_job(planned)
+    found = rehearse_job(planned, on_phase=record.phase, workers=workers)
     rehearsal_fit.require_fit(found)
     spec = found.job.spec
     duration, reason = None, ""
@@ -278,4 +287,5 @@ def _duration_text(found: DryRun) -> str:
     )
     if one.dollars is None:
         return line
-    return f"{line}\nprice: ${one.dollars:,.2f} ({one.source})"
+    cents = f"${one.dollars:,.2f}" if one.dollars >= 0.01 else "below $0.01"
+    return f"{line}\nprice: {cents} ({one.source})"

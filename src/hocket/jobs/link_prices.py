@@ -24,6 +24,7 @@ class LinkPrices:
 
     Attributes:
         model, cluster, layout: as asked; the layout with its microbatches.
+        seq_len, global_batch: of the step.
         step_seconds: of the whole step, as `hocket plan` prices it.
         axes: those that talk, the one that costs most first.
         pool: the memory of a domain of links; None where all ranks share one. link: what joins it.
@@ -34,6 +35,8 @@ class LinkPrices:
     model: str
     cluster: str
     layout: str
+    seq_len: int
+    global_batch: int
     step_seconds: float
     axes: tuple[AxisLinks, ...]
     pool: Pool | None
@@ -62,7 +65,7 @@ def links(
     cluster: str,
     layout: str | Layout,
     seq_len: int,
-    global_batch: int,
+    global_batch: int | None = None,
     precision: str | None = None,
 ) -> LinkPrices:
     """What each axis of a layout costs on the links it crosses, and would cost on others.
@@ -70,6 +73,7 @@ def links(
     Args:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
         cluster: as for `hocket plan`.
+        global_batch: None: as of `hocket plan`.
         layout: `dp2.tp8`; its order of axes decides which links each axis crosses.
         precision: None: bf16, on CPU cores fp32.
 
@@ -78,7 +82,7 @@ def links(
     """
     from hocket.catalogue import hardware
     from hocket.jobs import machine, machine_plan
-    from hocket.jobs.planner_problem import model_shape, training_problem
+    from hocket.jobs.planner_problem import default_global_batch, model_shape, training_problem
     from hocket.planning.links import axis_links, cluster_links
     from hocket.planning.plan import plan_one
     from hocket.planning.pool import pool
@@ -87,6 +91,7 @@ def links(
     one = layout if isinstance(layout, Layout) else Layout.parse(layout)
     if one.data_parallel == "threads":
         raise LayoutError("threads of one process cross no link", hint="--layout dp2")
+    global_batch = global_batch or default_global_batch(where, seq_len, one)
     cards = [hardware.gpu(name) for name in hardware.gpu_names() if name.startswith("RTX")]
     bridged = tuple(card.name for card in cards if card.nvlink)
     unbridged = tuple(card.name for card in cards if not card.nvlink)
@@ -110,6 +115,8 @@ def links(
         model=problem.shape.name,
         cluster=problem.cluster.name,
         layout=str(one),
+        seq_len=seq_len,
+        global_batch=global_batch,
         step_seconds=estimated.step_seconds.median,
         axes=tuple(axis_links(problem, one)),
         pool=pool(problem, one.microbatches or 1),
@@ -133,6 +140,8 @@ def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPri
         model=shape.name,
         cluster=where.name,
         layout=str(one),
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
         step_seconds=forecast.step_seconds,
         axes=tuple(probed_axis_links(job, ways, where.node.link.bandwidth)),
         pool=None,
@@ -146,7 +155,11 @@ def link_prices_text(found: LinkPrices) -> str:
     from hocket.planning.links import MESH, OTHERS
     from hocket.reporting.table import table_text
 
-    lines = [f"{found.model} as {found.layout} on {found.cluster}", ""]
+    lines = [
+        f"{found.model} as {found.layout} on {found.cluster}: sequences of {found.seq_len:,}, "
+        f"global batch {found.global_batch:,}",
+        "",
+    ]
     if not found.axes:
         lines += ["A single rank does not communicate.", ""]
     else:

@@ -7,7 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.planner_problem import model_shape, model_type_of, positions_of, training_problem
+from hocket.jobs.planner_problem import (
+    batch_note,
+    default_global_batch,
+    model_shape,
+    model_type_of,
+    positions_of,
+    training_problem,
+)
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.precision import default_grad_dtype
@@ -24,7 +31,7 @@ def plan_training(
     *,
     cluster: str,
     seq_len: int,
-    global_batch: int,
+    global_batch: int | None = None,
     objective: str = "time",
     top: int = 10,
     layout: str | Layout | None = None,
@@ -53,6 +60,8 @@ def plan_training(
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
         cluster: `2x8xH100-SXM`, `16xA100-40-PCIe`, `4xaws-p5`, a TOML file, or `auto`, which is
             this machine.
+        global_batch: sequences of a step. None: `planner_problem.default_global_batch`, which a
+            note of the plan names.
         layout: price this one alone. None: search.
         pin: `tp=8`, or a mapping: axes and the only values that they may have.
         all: rank also what this hocket cannot run today.
@@ -98,6 +107,11 @@ def plan_training(
     machines = find_cluster(cluster)
     if price_list is not None:
         machines = with_prices(machines, price_list)
+    one = Layout.parse(layout) if isinstance(layout, str) else layout
+    chosen_batch: tuple[str, ...] = ()
+    if global_batch is None:
+        global_batch = default_global_batch(machines, seq_len, one, pins)
+        chosen_batch = (batch_note(global_batch, machines),)
     if machines.is_cpu:
         if stack is not None:
             raise OptionError(
@@ -129,14 +143,14 @@ def plan_training(
             )
         from hocket.jobs import machine_plan
 
-        return machine_plan.machine_plan(
+        found = machine_plan.machine_plan(
             os.fspath(model),
             machines,
             seq_len=seq_len,
             global_batch=global_batch,
             objective=objective,
             top=top,
-            layout=Layout.parse(layout) if isinstance(layout, str) else layout,
+            layout=one,
             pins=pins,
             precision=precision,
             explain=explain,
@@ -144,6 +158,7 @@ def plan_training(
             lora_targets=lora_targets,
             quantize_base=quantize_base,
         )
+        return dataclasses.replace(found, notes=(*chosen_batch, *found.notes))
     if optimizer not in (None, "adamw") and (stack or emit):
         raise OptionError(
             f"--optimizer is {optimizer}; other software is estimated with moments in fp32 alone",
@@ -160,7 +175,7 @@ def plan_training(
         global_batch=global_batch,
         precision=precision,
         grad_dtype=grad_dtype,
-        stack=stack or (None if by_hocket else STACK),
+        stack=chosen.name if chosen else None if by_hocket else STACK,
         limits=limits,
         model_type=model_type_of(os.fspath(model)),
         lora_rank=lora_rank,
@@ -182,8 +197,7 @@ def plan_training(
             f"--grad-dtype is {problem.grad_dtype}; what --emit writes leaves gradients in {usual}",
             hint="leave --grad-dtype out, or --emit",
         )
-    if layout is not None:
-        one = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if one is not None:
         found = plan_one(problem, one)
         for limit in limits:
             reject_unsupported(limit, problem, found.best)
@@ -202,7 +216,7 @@ def plan_training(
         found = dataclasses.replace(found, notes=(*found.notes, note))
     found = dataclasses.replace(
         found,
-        notes=(*found.notes, *adapter_text(problem.shape)),
+        notes=(*chosen_batch, *found.notes, *adapter_text(problem.shape)),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         quantize_base=quantize_base,
@@ -251,7 +265,8 @@ def plan_table(found: TrainingPlan) -> str:
         "",
     ]
     if found.stack:
-        lines.insert(1, f"Constants of {found.stack}; only layouts that it can run.")
+        software = found.problem.limits[0].software if found.problem else "it"
+        lines.insert(1, f"Constants of {found.stack}; only layouts that {software} can run.")
     lines += [*found.notes, ""] if found.notes else []
     if found.layouts:
         lines += _rows(found.layouts)
@@ -387,12 +402,17 @@ def cells(one: LayoutForecast) -> tuple[str, ...]:
         + (" tight" if one.tight else ""),
         f"{one.bubble:.1%}",
         f"{one.exposed:.1%}",
-        "unknown" if cost is None else _range(cost, lambda value: f"{value:,.0f}"),
+        "unknown" if cost is None else _range(cost, _dollars),
     )
 
 
 def _range(values: Range, text: Any) -> str:
     return f"{text(values.median)} ({text(values.low)}-{text(values.high)})"
+
+
+def _dollars(value: float) -> str:
+    """Whole dollars, below 10 two digits."""
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
 def _run_by(layouts: Sequence[LayoutForecast]) -> list[str]:

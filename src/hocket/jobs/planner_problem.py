@@ -6,14 +6,19 @@ A model of the catalogue ships with its shape, so torch is imported only for a d
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from hocket.spec.run import Workload
 
 if TYPE_CHECKING:
     from hocket.planning.problem import Problem
     from hocket.planning.tools.limits import ToolLimits
     from hocket.spec.cluster import Cluster, Gpu
+    from hocket.spec.layout import Layout
     from hocket.spec.model_shape import ModelShape
 
 
@@ -60,6 +65,42 @@ def training_problem(
         model_type=model_type,
         expert_imbalance=EXPERT_IMBALANCE if expert_imbalance is None else expert_imbalance,
     )
+
+
+MOST_TOKENS = 4 << 20
+"""Tokens of a step whose batch is chosen: about those of GPT-3 (Brown et al. 2020, table 2.1)."""
+
+
+def default_global_batch(
+    cluster: Cluster,
+    seq_len: int,
+    layout: Layout | None = None,
+    pins: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
+    """Sequences of a step where none are given.
+
+    On CPU cores those of `hocket train`; on GPUs 8 each, or as many as there, whichever is more,
+    halved while a step has more than `MOST_TOKENS`. Always a multiple of what `layout` or `pins`
+    fix of dp, microbatch and microbatches.
+    """
+    batch = least = Workload().global_batch
+    if not cluster.is_cpu:
+        batch = 8 * cluster.num_gpus
+        while batch < least:
+            batch *= 2
+        while batch % 2 == 0 and batch * seq_len > MOST_TOKENS:
+            batch //= 2
+    fixed = [pins.get(name) for name in ("dp", "microbatch", "microbatches")]
+    if layout is not None:
+        fixed = [layout.dp, layout.microbatches]
+    unit = math.prod(value or 1 for value in fixed)
+    return -(-batch // unit) * unit
+
+
+def batch_note(batch: int, cluster: Cluster) -> str:
+    """That a batch was chosen, and the flag that sets it."""
+    each = "" if cluster.is_cpu else f", {batch / cluster.num_gpus:.3g} for each GPU"
+    return f"Global batch: {batch:,} sequences{each}, was chosen; --global-batch N sets it."
 
 
 def default_precision(gpu: Gpu) -> str:

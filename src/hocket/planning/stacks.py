@@ -138,8 +138,18 @@ STACKS: dict[str, Stack] = {
 }  # fmt: skip
 
 
+ALIASES = {
+    "torchtitan": "fsdp", "torchtitan-0.2.2": "fsdp", "automodel": "fsdp", "fsdp2": "fsdp",
+    "megatron-bridge": "nemo", "megatron-lm": "megatron-core", "llm-foundry": "fsdp-triton",
+    "maxtext": "jax",
+}  # fmt: skip
+"""Names of tools, to the stack whose constants were fitted to runs of them."""
+
+
 def named_stack(name: str) -> Stack:
-    """A stack by its name. Raises OptionError for an unknown one, with the nearest."""
+    """A stack by its name, or by that of a tool. Raises OptionError for an unknown one, with the
+    nearest."""
+    name = ALIASES.get(name.lower(), name)
     if name not in STACKS:
         message, hint = unknown("stack", name, STACKS)
         raise OptionError(f"--stack: {message}", hint=hint)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.reporting.record import cores_of_others, disturbed, reader
+from hocket.reporting.run_text import OFF_BY
 from hocket.spec.files import parse_json
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
@@ -361,6 +362,10 @@ def figure_text(unit: str, value: float | None) -> str:
     if unit == "share":
         return f"{value:.1%}"
     return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
+
+
+LEGEND = f"{OFF_BY}; times: how many such steps were measured"
+"""The meaning of the last columns of tables of `ServedFigure`."""
 
 
 def off(row: ServedFigure) -> str:

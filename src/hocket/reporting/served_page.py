@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 
 from hocket.reporting.served import (
+    LEGEND,
     LOAD_COLUMNS,
     ServedFigure,
     ServerRecord,
@@ -97,7 +98,7 @@ def _server(served: ServerRecord) -> str:
     said.append(
         _section(
             "Predicted and measured",
-            "The prediction made before the ranks started, and the measured steps.",
+            f"The prediction made before the ranks started, and the measured steps. {LEGEND}.",
             _compared("", served_figures(served)),
         )
     )
@@ -111,7 +112,7 @@ def _server(served: ServerRecord) -> str:
             )
         )
     if prompts(served):
-        said.append(_section("Reading prompts", "", _compared("prompt", prompts(served))))
+        said.append(_section("Prefill", "", _compared("prompt", prompts(served))))
     said.append(_load(served))
     met = [[name, *map(format_seconds, values)] for name, *values in latencies(served)]
     if met:

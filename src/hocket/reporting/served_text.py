@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hocket.reporting.run_text import printable
 from hocket.reporting.served import (
+    LEGEND,
     LOAD_COLUMNS,
     ServedFigure,
     ServerRecord,
@@ -37,10 +38,12 @@ def served_text(
     for title, rows in (
         ("", served_figures(served)),
         ("decode step", round_seconds(served)),
-        ("reading prompts", prompts(served)),
+        ("prefill", prompts(served)),
     ):
         if rows:
             blocks.append("\n" + _rows(title, rows))
+    if served_figures(served):
+        blocks.append(LEGEND)
     if served_verdict(served):
         blocks.append("\n" + served_verdict(served))
     met = latencies(served)
