@@ -3,6 +3,8 @@
 # docs/how-to/kubernetes.md, docs/how-to/resume.md. torchrun starts the ranks in the cluster's place.
 set -euo pipefail
 hocket plan llama-3-70b --cluster 4x8xH100 --seq-len 4096 --global-batch 64 --top 3
+hocket plan llama-3-8b --cluster 8xH100 --top 3 > plan.txt
+grep "Global batch: 64 sequences" plan.txt
 hocket template slurm tiny-llama --layout dp2 --gpus-per-node 0 --data CHANGELOG.md --run runs/slurm > train.sbatch
 bash -n train.sbatch
 hocket template kubernetes tiny-llama --layout dp2 --gpus-per-node 0 --data CHANGELOG.md > job.yaml

@@ -6,6 +6,7 @@ With `--serve`: how many GPUs of which kind answer so many requests so quickly.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -13,6 +14,7 @@ import tyro
 
 from hocket.cli.flags import Count, File, Model, Text, explicit, parse_flags
 from hocket.cli.next import show
+from hocket.cli.progress import note
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
@@ -322,6 +324,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
     if flags.emit is not None:
         run_as.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
+    if sys.stderr.isatty():
+        note(f"simulating the load on deployments of {flags.model or flags.weights} ...")
     names = ("price_list", "expert_imbalance", *SERVING)
     given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     given |= {} if flags.dtype is None else {"precision": flags.dtype}

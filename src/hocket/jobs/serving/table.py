@@ -364,14 +364,16 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
             "their memory."
         )
     for kind in plan.kinds:
-        if kind.best is not None and (kind.best.price is None or kind.best is best):
-            price = kind.best.price
-            yield (
-                f"dollars: {kind.gpu} at {price:g} an hour, {kind.best.price_source}; a million "
-                "output tokens at this load, and where the GPUs are full."
-                if price is not None
-                else f"dollars: no price for {kind.gpu}: {kind.best.price_source}."
-            )
+        if kind.best is None:
+            continue
+        if kind.best.price is None:
+            yield f"dollars: no price for {kind.gpu}: {kind.best.price_source}."
+            continue
+        what = "; a million output tokens at this load, and where the GPUs are full"
+        yield (
+            f"dollars: {kind.gpu} at {kind.best.price:g} an hour, {kind.best.price_source}"
+            f"{what if kind.best is best else ''}."
+        )
 
 
 def _with_range(seconds: float, values: Range | None) -> str:
