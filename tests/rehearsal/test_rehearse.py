@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -473,6 +474,21 @@ def test_the_command_prints_one_object(
     out = capfd.readouterr().out
     assert code == 0
     assert json.loads(out).keys() == KEYS
+
+
+def test_the_error_of_one_worker_is_reported_while_another_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = (
+        "import json, sys, time; task = json.loads(sys.stdin.readline())\n"
+        "if task: time.sleep(60)\n"
+        "print(json.dumps({'error': 'no compiler', 'hint': 'CXX', 'kind': 'OptionError'}))\n"
+        "print(json.dumps({'done': 'load'}))"
+    )
+    monkeypatch.setattr(rehearsal_workers, "COMMAND", (sys.executable, "-c", command))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with RehearsalWorkers(2) as workers, pytest.raises(HocketError, match="no compiler"):
+        list(workers.run([{}, {"slow": True}]))
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,7 @@ def test_an_unknown_route_is_answered_with_the_known_ones() -> None:
         assert message.startswith("there is no /v1/embeddings; this server has ")
         document = json.loads(server.get("/openapi.json")[2])
         assert all(path in message for path in document["paths"]), message
+        assert b"metrics are on --metrics-port" in server.get("/metrics")[2]
         with pytest.raises(HTTPError) as lost:
             urlopen(f"{server.metrics}/nowhere")
         assert b"this server has /metrics" in lost.value.read()

@@ -108,6 +108,8 @@ class RehearsalWorkers:
         while busy:
             index, event = self._events.get()
             process = self._processes[index]
+            if event is None and failure is not None:
+                raise failure  # of a worker that reported it and ended, while others are busy
             if event is None:
                 code = process.wait()
                 self._readers[index].join(LAST_WORDS)

@@ -79,6 +79,8 @@ def _named(request: Request, error: ApiError) -> ApiError:
     if error.status == 404 and error.message == "Not Found":
         routes = ", ".join((*BODIES, *READ)) if request.app.state.answers else "/metrics"
         error.message = f"there is no {path}; this server has {routes}"
+        if path == "/metrics":
+            error.message += "; metrics are on --metrics-port (default: the next port)"
     elif error.status == 405:
         error.message = f"{path} does not accept {request.method[:20]}"
     return error
