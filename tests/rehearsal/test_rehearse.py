@@ -28,6 +28,7 @@ from hocket.jobs.rehearse import (
 )
 from hocket.jobs.request import request
 from hocket.jobs.serving import rehearse as serving
+from hocket.rehearsal import device
 from hocket.simulation.nccl import RULES, simulate_nccl
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.layout import Layout
@@ -464,6 +465,23 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(OptionError, match=r"(?s)no C\+\+ compiler was found.*apt install g\+\+"):
         rehearse_job(of("dp2"))
+
+
+def test_a_compiler_that_is_too_slow_is_not_called_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(device, "_SECONDS", 0.1)
+    (tmp_path / "version.py").touch()
+    with pytest.raises(OptionError, match=r"slow took more than 0\.1 s to compile") as caught:
+        device.compiled_device(tmp_path)
+    assert caught.value.hint is not None
+    assert "less busy" in caught.value.hint
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_the_command_prints_one_object(

@@ -101,6 +101,12 @@ def compiled_device(torch_folder: Path) -> Path:
             command, check=False, capture_output=True, text=True, timeout=_SECONDS
         )
         reason = "" if done.returncode == 0 else _first_error(done.stderr)
+    except subprocess.TimeoutExpired:
+        Path(part).unlink(missing_ok=True)
+        raise OptionError(
+            f"{compiler[0]} took more than {_SECONDS:g} s to compile the fake CUDA device",
+            hint="run it again when the machine is less busy: it is compiled once",
+        ) from None
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(error)
     if reason:
