@@ -287,5 +287,5 @@ def _duration_text(found: DryRun) -> str:
     )
     if one.dollars is None:
         return line
-    cents = f"${one.dollars:,.2f}" if one.dollars >= 0.01 else "below $0.01"
-    return f"{line}\nprice: {cents} ({one.source})"
+    price = f"${one.dollars:,.2f}" if one.dollars >= 0.01 else "$0.01 or less"
+    return f"{line}\nprice: {price} ({one.source})"
