@@ -8,7 +8,7 @@ from hocket.reporting.curve import curve_text
 from hocket.reporting.decomposition import PARTS
 from hocket.reporting.payload import in_words, run_figures, run_parts, run_verdict, traffic
 from hocket.reporting.record import RunRecord
-from hocket.reporting.served import figure_text
+from hocket.reporting.served import OFF_BY, figure_text
 from hocket.reporting.table import table_text
 from hocket.reporting.timeline import timeline_text
 from hocket.reporting.topology import matrix_text
@@ -131,10 +131,6 @@ def _head(record: RunRecord) -> str:
         words.append(f"{record.spec.layout} ({in_words(record.spec.layout)})")
     steps = record.spec.options.steps if record.spec is not None else "?"
     return ": ".join(words) + f"\n{record.steps_done} of {steps} steps"
-
-
-OFF_BY = "off by: predicted over measured, less 100%; + means that too much was predicted"
-"""The meaning of the column, below its table."""
 
 
 def _off(unit: str, measured: float | None, predicted: float | None) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hocket.reporting.record import cores_of_others, disturbed, reader
-from hocket.reporting.run_text import OFF_BY
 from hocket.spec.files import parse_json
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
@@ -364,6 +363,8 @@ def figure_text(unit: str, value: float | None) -> str:
     return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
 
 
+OFF_BY = "off by: predicted over measured, less 100%; + means that too much was predicted"
+"""The meaning of the column, below its table."""
 LEGEND = f"{OFF_BY}; times: how many such steps were measured"
 """The meaning of the last columns of tables of `ServedFigure`."""
 
