@@ -40,7 +40,8 @@ SUMMARY = PAGE.parents[2] / "src/hocket/catalogue/data/families.json"
 """Of both, for `hocket models`."""
 SERVED_RUN = (
     "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; `cp2`, `cp2.tp2` and recurrent `+`: "
-    "11-26)"
+    "11-26, in steps so short that every context rank computed all tokens; `cp2` and `cp2.tp2` of "
+    "recurrent types: 11-27, in steps that are split)"
 )
 """Days of the runs whose rows are kept."""
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
