@@ -16,14 +16,17 @@ from hocket.cost import collectives, device, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.constants import Constants, constants
 from hocket.cost.machine import machine
+from hocket.cost.measured_prices import StepProblem, resident_bytes
 from hocket.cost.memory import peak_memory
 from hocket.cost.state import state_groups
 from hocket.cost.terms import terms
+from hocket.schedules.registry import build_schedule
 from hocket.spec import legality
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.precision import state_bytes
+from hocket.spec.run import Workload
 from tests.rotation import seed
 from tests.support.columns import layout_columns
 
@@ -121,6 +124,39 @@ def test_the_state_of_all_ranks_is_the_models_times_its_copies(name: str) -> Non
             whole = everywhere * holders + expert * same
             assert found.gradients[0] * world == pytest.approx(4 * whole, rel=1e-9), str(layout)
             assert found.weights[0] * world == pytest.approx(2 * whole, rel=1e-9), str(layout)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_of_all_ranks_of_a_run_is_the_models_times_its_copies(name: str) -> None:
+    """Of every pipeline rank as runs, checks and rehearsals count it, a tied table at both ends."""
+    model = shape(name)
+    expert, _ = parameters(model)
+    for pp in (1, 2, 4):
+        for layout in layouts(model, 5, pp=pp):
+            sliced = layout.etp if model.experts else None
+            layout = dataclasses.replace(layout, etp=sliced, shard=None)
+            work = Workload(seq_len=128, global_batch=layout.dp * 2 * pp, dtype="fp32")
+            plan = build_schedule(layout, 2 * pp)
+            job = StepProblem(shape=model, layout=layout, workload=work, schedule=plan)
+            rows = [resident_bytes(job, index) for index in range(pp)]
+            everywhere = held(model, layout.tp)
+            if model.tied and pp > 1:
+                table = model.blocks["head"].weights
+                everywhere += sum(
+                    w.elements * (layout.tp if w.split == "outside" else 1) for w in table
+                )
+            holders = layout.dp * layout.cp
+            same = layout.expert_copies * (layout.expert_tp if replicated(model) else 1)
+            for kind, width, divided in (
+                ("parameters", 4, layout.zero == 3),
+                ("gradients", 4, layout.zero > 0),
+                ("optimizer", 8, layout.zero > 0),
+            ):
+                copies = (holders, layout.expert_copies) if divided else (1, 1)
+                whole = everywhere * holders / copies[0] + expert * same / copies[1]
+                bytes_of_all = sum(row[kind] for row in rows) * layout.world_size / pp
+                # A shard is a whole number of elements, and each tensor counts its steps.
+                assert bytes_of_all == pytest.approx(width * whole, rel=2e-3), (str(layout), kind)
 
 
 @pytest.mark.parametrize("name", MODELS)
