@@ -192,6 +192,119 @@ def own_loop(context: Any, layouts: list[str], folder: str, steps: int) -> dict[
     return found
 
 
+def own_optimizers(context: Any, folder: str) -> dict[str, Any]:
+    """An optimizer that divides by the norm of each tensor and counts its steps in a number, with
+    a learning rate that decays from the last one: plain, and through `parallelize`, where half of
+    the steps are of another layout; what a step of shards raises."""
+    import torch
+
+    import hocket
+
+    class Normed(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.5)
+                    p -= group["lr"] / state["count"] * state["mean"] / state["mean"].norm()
+
+    def train(model: Any, optimizer: Any, schedule: Any, steps: int) -> None:
+        for _ in range(steps):
+            if isinstance(model, torch.nn.Module):
+                optimizer.zero_grad()
+                model(**batch).loss.backward()
+            else:
+                rows = _rows(model.layout, context.rank, 4)
+                parts = [{k: v[rows].chunk(2)[n] for k, v in batch.items()} for n in range(2)]
+                model.forward_backward(parts)
+            optimizer.step()
+            schedule.step()
+
+    def scheduled(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    ids = torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": ids, "labels": ids}
+    fresh = _llama().double()
+    plain = copy.deepcopy(fresh)
+    optimizer = Normed(plain.parameters())
+    train(plain, optimizer, scheduled(optimizer), 6)
+    found: dict[str, Any] = {}
+    for text in ("pp2", "dp2"):
+        parallel = hocket.parallelize(copy.deepcopy(fresh), text, schedule="gpipe", microbatches=2)
+        optimizer = Normed(parallel.parameters())
+        schedule = scheduled(optimizer)
+        if text == "dp2":
+            schedule.load_state_dict(parallel.load_checkpoint(folder, optimizer))
+        train(parallel, optimizer, schedule, 3)
+        parallel.save_checkpoint(folder, optimizer, extra=schedule.state_dict())
+    values = parallel.state_dict(rank0_only=False)
+    found["difference"] = max(
+        float((values[n] - p).abs().max()) for n, p in plain.named_parameters()
+    )
+    for text in ("tp2", "dp2:zero=1"):
+        parallel = hocket.parallelize(copy.deepcopy(fresh), text)
+        for kind in (Normed, torch.optim.Adafactor, torch.optim.AdamW):
+            optimizer = kind(parallel.parameters())
+            try:
+                train(parallel, optimizer, scheduled(optimizer), 1)
+                found[f"{kind.__name__} {text}"] = ""
+            except hocket.HocketError as error:
+                found[f"{kind.__name__} {text}"] = str(error)
+    optimizer.state[next(iter(optimizer.state))]["history"] = [1.0]
+    try:
+        parallel.save_checkpoint(folder, optimizer)
+    except hocket.HocketError as error:
+        found["list"] = str(error)
+    return found
+
+
+def buffers(context: Any, layouts: list[str], folder: str) -> dict[str, Any]:
+    """A router's correction bias, which is a buffer, after its owner changed it: in a checkpoint
+    that another layout reads, in `state_dict` and in what each layout exports."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import hocket
+    from tests.families import EXPERTS
+
+    bias = "e_score_correction_bias"
+    found: dict[str, Any] = {}
+    ids = torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(2))
+    for number, text in enumerate(layouts):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**EXPERTS["deepseek_v3"]))
+        parallel = hocket.parallelize(model, text, schedule="gpipe", microbatches=2)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        if number:
+            parallel.load_checkpoint(folder, optimizer)
+        else:
+            for stage in parallel.stages:
+                for name, buffer in stage.module.named_buffers():
+                    if bias in name:
+                        buffer += torch.arange(len(buffer)) / 10
+            rows = _rows(parallel.layout, context.rank, 4)
+            parts = [{"input_ids": p, "labels": p} for p in ids[rows].chunk(2)]
+            parallel.forward_backward(parts)
+            optimizer.step()
+            parallel.save_checkpoint(folder, optimizer)
+        exported = parallel.export(Path(folder) / f"model-{number}")
+        state = parallel.state_dict()
+        if context.rank == 0:
+            read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+            found[text] = {
+                "export": all(torch.equal(state[name], value) for name, value in read.items()),
+                "bias": [value.tolist() for name, value in sorted(read.items()) if bias in name],
+                "logits": read["lm_head.weight"].sum().item(),
+            }
+    return found
+
+
 def router_loss(context: Any, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Mixtral with its router's auxiliary loss, compared with gradient accumulation over plain
     transformers: for each layout and number of microbatches."""

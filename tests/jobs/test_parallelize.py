@@ -45,6 +45,30 @@ def test_a_loop_of_ones_own_learns_the_next_token(ranks, tmp_path, size, layouts
 
 
 @pytest.mark.ranks
+def test_an_optimizer_of_whole_tensors_is_plain_torchs_or_rejected(ranks, tmp_path) -> None:
+    """State in numbers and the groups' learning rate are in the checkpoint too."""
+    for found in ranks.run("tests.jobs.cases:own_optimizers", world_size=2, folder=str(tmp_path)):
+        assert found["difference"] < 1e-7, found  # transformers takes any loss in fp32
+        for layout in ("tp2", "dp2:zero=1"):
+            assert found[f"AdamW {layout}"] == ""
+            for kind in ("Normed", "Adafactor"):
+                assert f"{kind} computes from whole tensors" in found[f"{kind} {layout}"]
+                assert "parallel.parameters(), lr=1e-4" in found[f"{kind} {layout}"]
+        assert "'history' that AdamW has of" in found["list"]
+
+
+@pytest.mark.ranks
+def test_buffers_that_a_models_files_hold_are_saved_and_exported(ranks, tmp_path) -> None:
+    layouts = ["dp2.ep2", "pp2", "tp2", "dp2:zero=3"]
+    found, *_ = ranks.run(
+        "tests.jobs.cases:buffers", world_size=2, layouts=layouts, folder=str(tmp_path)
+    )
+    for layout in layouts:
+        assert found[layout]["export"], layout
+        assert found[layout]["bias"] == [[pytest.approx(n / 10) for n in range(8)]] * 3, layout
+
+
+@pytest.mark.ranks
 def test_a_routers_auxiliary_loss_is_that_of_gradient_accumulation(ranks) -> None:
     cases = [
         ("tp2", 1), ("tp2", 4), ("dp2", 1), ("dp2:zero=2", 2), ("dp2:zero=3", 2), ("cp2", 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,15 @@ def targets_of(model: nn.Module, targets: str | None) -> tuple[str, ...]:
     Raises:
         OptionError: a word that names no module (the nearest names are given), or one that names
             something else than linear layers.
-        ModelError: a model without linear layers, or an adapted head that shares its weight.
+        ModelError: a model without linear layers, an adapted head that shares its weight, or layers
+            that peft takes for the model's experts.
     """
+    found = _named(model, targets)
+    _require_found_by_peft(model, found)
+    return found
+
+
+def _named(model: nn.Module, targets: str | None) -> tuple[str, ...]:
     layers = linear_layers(model)
     words = target_words(targets)
     if not words:
@@ -85,6 +93,39 @@ def targets_of(model: nn.Module, targets: str | None) -> tuple[str, ...]:
                 )
         found |= set(meant)
     return tuple(name for name in names if name in found)
+
+
+def _require_found_by_peft(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Raise ModelError for layers that an adapter could not be loaded into. Where experts were
+    linear layers once and are stacked now, peft reads the names that they had as names of the
+    stack, and adapts no other layer of such a name (a shared expert, a dense layer's MLP)."""
+    if all(parameter.dim() < 3 for parameter in model.parameters()):
+        return
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def lost(leaf: str) -> bool:
+        config = LoraConfig(r=1, target_modules=[leaf])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # a part of what is stacked
+            return True
+        return leaf not in config.target_modules
+
+    wrong = [leaf for leaf in _leaves(names) if lost(leaf)]
+    if wrong:
+        others = [leaf for leaf in _leaves(names) if leaf not in wrong]
+        others = others or [leaf for leaf in _leaves(linear_layers(model)) if not lost(leaf)]
+        kind = model.config.model_type  # type: ignore[union-attr]
+        raise ModelError(
+            f"--lora-targets: peft takes {', '.join(wrong)} of {kind} for its experts, so that no "
+            "adapter of its other layers of these names could be loaded",
+            hint=f"--lora-targets {'-'.join(others)}",
+        )
+
+
+def _leaves(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def _means(word: str, name: str) -> bool:

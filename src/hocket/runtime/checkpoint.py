@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from hocket.runtime.generators import set_random_state
-from hocket.runtime.rank_state import DTYPES, CheckpointedParallel, OptimizerState, RankState
+from hocket.runtime.rank_state import (
+    DTYPES,
+    CheckpointedParallel,
+    OptimizerState,
+    RankState,
+    saved_buffers,
+)
 from hocket.runtime.reshard import Resharded, read_into
 from hocket.runtime.save_job import SaveJob
 from hocket.spec import checkpoint as words
@@ -269,6 +275,8 @@ def _relay(
     for record in like.tensors:
         if record.kind == "random":
             set_random_state(record.name, _tensor(files[like.rank], record))
+    for shard, file in zip(manifest.shards, files, strict=True):
+        _fill_buffers(file, shard, parallel)
     return {name: dict(states) for name, states in live.items()}
 
 
@@ -322,7 +330,21 @@ def fill_from_shard(
             state.setdefault(record.name, {})[str(record.state)] = tensor
         elif record.kind == "random":
             set_random_state(record.name, _tensor(file, record))
+    _fill_buffers(file, shard, parallel)
     return state
+
+
+def _fill_buffers(file: TensorFile, shard: Shard, parallel: CheckpointedParallel) -> None:
+    """Fill the buffers of a rank that a file holds. Raises CheckpointError: of another shape."""
+    records = {record.name: record for record in shard.tensors if record.kind == "buffer"}
+    for name, buffer in saved_buffers(parallel) if records else ():
+        if name in records:
+            if records[name].shape != tuple(buffer.shape):
+                raise CheckpointError(
+                    f"{file.path} does not fit: {name} has the shape {list(records[name].shape)}, "
+                    f"not {list(buffer.shape)}"
+                )
+            buffer.copy_(_tensor(file, records[name]))
 
 
 def _other_states(shard: Shard, live: OptimizerState) -> Iterator[str]:

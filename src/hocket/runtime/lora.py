@@ -233,6 +233,8 @@ class TrainedParameters:
         found = dict(parallel.named_parameters())
         if any(".lora_A." in name for name in found):
             found = {name: p for name, p in found.items() if p.requires_grad}
+        else:
+            self.stages = parallel.stages  # whose buffers belong to it
         self._parameters = found
         self.placements = {n: parallel.placements[n] for n in self._parameters}
         # What is trained and what is frozen is gathered apart.

@@ -2,6 +2,7 @@
 
 parameters   by group: under ZeRO-3 one is gathered, written and freed at a time
 optimizer    moments, masters, steps
+buffer       those that the model's own files hold: a router's correction bias
 random       the states of the generators
 """
 
@@ -30,6 +31,8 @@ DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+PLACED = ("parameter", "optimizer")
+"""Kinds of tensors that may have a parameter's shape, and then lie as it does."""
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
 """Global name of a parameter, to name of a state (`exp_avg`), to its tensor on this rank."""
 
@@ -50,6 +53,15 @@ class CheckpointedParallel(Protocol):
 
     def writing(self, group: Sequence[str]) -> AbstractContextManager[None]:
         """Within the block those of a group may be written, and all are."""
+
+
+def saved_buffers(parallel: Any) -> Iterator[tuple[str, Tensor]]:
+    """(global name, tensor) of the persistent buffers of a rank's stages, where it has stages."""
+    for stage in getattr(parallel, "stages", ()):
+        for prefix, module in stage.module.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{key}" if prefix else key, buffer
 
 
 class RankState:
@@ -85,6 +97,8 @@ class RankState:
             assert name in parameters, name
             for key, tensor in states.items():
                 self._add("optimizer", name, key, tensor)
+        for name, tensor in saved_buffers(parallel):
+            self._add("buffer", name, None, tensor)
         for name, tensor in random_states().items():
             self._add("random", name, None, tensor)
         self.entries = [
@@ -143,7 +157,7 @@ class RankState:
                 dtype=entry.dtype,
                 shape=entry.shape,
                 crc32=crc32,
-                placed=kind != "random" and entry.shape == self._placements[name].local_shape,
+                placed=kind in PLACED and entry.shape == self._placements[name].local_shape,
             )
             for (kind, name, state), entry, crc32 in rows
         ]

@@ -48,7 +48,7 @@ class TensorRecord:
 
     Attributes:
         key: its name in the file.
-        kind: `parameter`, `optimizer` or `random`.
+        kind: `parameter`, `optimizer`, `buffer` or `random`.
         name: global name of the parameter it is or belongs to; of a random state, its own name.
         state: of an optimizer tensor, which (`exp_avg`, `exp_avg_sq`, `step`, `master` ...).
         dtype, shape: of the local tensor, in safetensors' words.

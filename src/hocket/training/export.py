@@ -203,6 +203,8 @@ class Held:
                 return mesh.axis("expert_data").index == 0
             return mesh.coordinate["dp"] == 0 and mesh.coordinate["cp"] == 0
 
+        if mesh is None or (mesh.coordinate["dp"] == 0 and mesh.coordinate["cp"] == 0):
+            self.stages = getattr(parallel, "stages", ())  # whose buffers belong to it
         self._parameters = {
             name: parameter
             for name, parameter in parallel.named_parameters()
@@ -218,7 +220,8 @@ class Held:
 
 
 class Whole:
-    """The whole parameters of a checkpoint, assembled one at a time from its open files."""
+    """The whole parameters and buffers of a checkpoint, assembled one at a time from its open
+    files. A buffer is replicated."""
 
     def __init__(self, manifest: Manifest, files: list[TensorFile]) -> None:
         self.placements: dict[str, Placement] = {}
@@ -227,7 +230,9 @@ class Whole:
         for shard, file in zip(manifest.shards, files, strict=True):
             for record in shard.tensors:
                 placement = shard.placements.get(record.name)
-                if record.kind != "parameter" or placement is None:
+                if record.kind == "buffer":
+                    placement = Placement.whole(record.name, record.shape)
+                elif record.kind != "parameter" or placement is None:
                     continue
                 known = self.placements.setdefault(record.name, placement)
                 dtype = self.dtypes.setdefault(record.name, record.dtype)

@@ -26,11 +26,20 @@ from hocket.runtime.data_parallel import Fill
 from hocket.runtime.loss import check_convention
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Microbatch
+from hocket.runtime.rank_state import saved_buffers
 from hocket.spec import renamed
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
+from hocket.training import optimizer_trial
 from hocket.training.export import ModelFiles, export_ranks
+from hocket.training.own_optimizer import (
+    begin_state,
+    groups_of,
+    state_of,
+    take_groups,
+    take_numbers,
+)
 
 Generate = Callable[..., list[list[int]]]
 
@@ -89,6 +98,7 @@ class ParallelModel(Parallel):
     def finish(self, fills: Sequence[Fill] = ()) -> None:
         super().finish(fills)
         self._stale = bool(self._sharded)  # its owner may write into what is stepped
+        optimizer_trial.watch(self)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The tensors that this rank's optimizer steps: its parameters or, with ZeRO, 1-D views of
@@ -182,7 +192,8 @@ class ParallelModel(Parallel):
 
         Args:
             folder: holds the checkpoints, one folder a step; every rank must reach it.
-            optimizer: over `parameters()`. None: its state is not saved.
+            optimizer: over `parameters()`. None: its state is not saved. Numbers of its
+                parameter groups (learning rate, decay) are saved with it, as by torch.
             extra: JSON values that loading returns: a scheduler's state, the epoch.
             keep: checkpoints that stay.
 
@@ -193,13 +204,15 @@ class ParallelModel(Parallel):
             CheckpointError: what was written does not read back.
             OptionError: the optimizer is not over `parameters()`.
         """
+        state = {} if optimizer is None else state_of(optimizer, self.named_stepped())
         return checkpoint.save_checkpoint(
             folder,
             step=self.step,
             parallel=self,
-            optimizer_state=self._state_of(optimizer),
+            optimizer_state=state,
             layout=str(self.layout),
             model=self._model,
+            cursor={} if optimizer is None else {"groups": groups_of(optimizer)},
             extra=extra,
             keep=keep,
         )
@@ -220,14 +233,19 @@ class ParallelModel(Parallel):
             CheckpointError: there is none, none is whole, or it is of another model.
         """
         if optimizer is not None and not optimizer.state:
-            _begin(optimizer)
+            begin_state(optimizer)
+        state = {} if optimizer is None else state_of(optimizer, self.named_stepped())
         restored = checkpoint.load_checkpoint(
             folder,
             parallel=self,
             layout=str(self.layout),
             model=self._model,
-            optimizer_state=self._state_of(optimizer),
+            optimizer_state=state,
         )
+        if optimizer is not None:
+            take_numbers(optimizer, self.named_stepped(), state)
+            if "groups" in restored.cursor:  # else it was saved without an optimizer, or before
+                take_groups(optimizer, restored.cursor["groups"])
         self.step = restored.step
         return restored.extra
 
@@ -250,21 +268,6 @@ class ParallelModel(Parallel):
             raise OptionError(f"only a Hugging Face causal language model can be {done} from here")
         return self.whole.config
 
-    def _state_of(self, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
-        """By global name, the tensors of an optimizer's state.
-
-        Raises:
-            OptionError: the optimizer has tensors that are not this model's.
-        """
-        if optimizer is None:
-            return {}
-        _require_own(optimizer, {id(tensor) for _, tensor in self.named_stepped()})
-        found = {}
-        for name, tensor in self.named_stepped():
-            state = optimizer.state.get(tensor, {})
-            found[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return {name: state for name, state in found.items() if state}
-
     # --- values ----------------------------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = True) -> dict[str, Tensor]:
@@ -286,8 +289,12 @@ class ParallelModel(Parallel):
                     value = self._gathered(name, shape, dtype, local)
                     if keeps:
                         found[name] = value.cpu()
+            for name, before in self.whole.buffers.items():
+                value = self._gathered_buffer(name, before)
+                if keeps:
+                    found[name] = value.cpu()
         self.reshard()
-        return found | dict(self.whole.buffers) if keeps else {}
+        return found
 
     @torch.no_grad()
     def _gathered(
@@ -304,6 +311,15 @@ class ParallelModel(Parallel):
                 whole[block.in_global] = local[name][block.in_local].to(dtype)
         all_reduce(whole, self.mesh.axis("world"), self.recorder)
         return whole
+
+    def _gathered_buffer(self, name: str, before: Tensor) -> Tensor:
+        """A buffer as it is now: the mean over the ranks that have it, which is its value."""
+        mine = dict(saved_buffers(self)).get(name)
+        total = torch.zeros(before.numel() + 1, dtype=torch.float64, device=self.mesh.device)
+        if mine is not None and mine.shape == before.shape:
+            total[:-1], total[-1] = mine.detach().reshape(-1), 1
+        all_reduce(total, self.mesh.axis("world"), self.recorder)
+        return (total[:-1] / total[-1]).view(before.shape).to(before.dtype) if total[-1] else before
 
     def _blocks_to_give(self, placement: Placement) -> list[Any]:
         index = self.mesh.axis("tp").index
@@ -364,17 +380,6 @@ class ParallelModel(Parallel):
                 stage.module.train(mode)
 
 
-def _require_own(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    others = sum(id(tensor) not in own for tensor in tensors)
-    if others:
-        raise OptionError(
-            f"{others} of the optimizer's {len(tensors)} tensors are not this model's, as where it "
-            "was made before parallelize(): their state cannot be saved or loaded",
-            hint=f"torch.optim.{type(optimizer).__name__}(parallel.parameters(), lr=1e-4)",
-        )
-
-
 def _some(tensor: Tensor) -> Tensor:
     """A few of its values, copied."""
     return tensor.detach().reshape(-1)[:8].clone()
@@ -424,21 +429,3 @@ def _require_several(microbatches: Sequence[Microbatch], method: str) -> None:
             f"{method} takes a list of microbatches, and is given a {kind}",
             hint=f"{method}([batch])",
         )
-
-
-@torch.no_grad()
-def _begin(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, changing no value."""
-    groups = optimizer.param_groups
-    rates = [group["lr"] for group in groups]
-    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
-    for group in groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    before = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for p, grad in zip(parameters, before, strict=True):
-        p.grad = grad
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
