@@ -109,6 +109,30 @@ def test_an_adapter_is_not_the_model_that_it_was_trained_on(tmp_path):
             resolve_model(name)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_dora": True}, {"alora_invocation_tokens": [5]}, {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"}, {"kasa_config": {"beta": 1}}, {"rank_pattern": {"q": 4}},
+        {"a_later_method": True},
+    ],
+)  # fmt: skip
+def test_an_adapter_that_is_more_than_a_sum_is_rejected(tmp_path, setting):
+    """PiSSA and OLoRA change the base, aLoRA is of some tokens: W + s B A is another model."""
+    base = write(tmp_path / "base", **LLAMA)
+    plain = {
+        "peft_type": "LORA", "r": 2, "base_model_name_or_path": str(base), "use_dora": False,
+        "init_lora_weights": True, "target_modules": ["q_proj"], "lora_dropout": 0.1,
+        "qalora_group_size": 16, "loftq_config": {}, "use_rslora": True,
+    }  # fmt: skip
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(plain))
+    assert resolve_model(tmp_path, weights=False).dimensions == resolve_model(base).dimensions
+    file.write_text(json.dumps(plain | setting))
+    with pytest.raises(ModelError, match=f"an adapter with {next(iter(setting))}"):
+        resolve_model(tmp_path, weights=False)
+
+
 def test_run_spec_gives_the_source_back(tmp_path):
     folder = write(tmp_path / "m", **LLAMA)
     (folder / "model.safetensors").write_bytes(b"")

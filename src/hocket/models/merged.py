@@ -30,10 +30,16 @@ from hocket.spec.errors import ModelError
 from hocket.spec.files import MALFORMED, parse_json, read_text
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-_UNSUPPORTED = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication",
-    "trainable_token_indices", "target_parameters", "lora_bias", "megatron_config",
+_PLAIN = (
+    "peft_type", "task_type", "auto_mapping", "inference_mode", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "use_rslora",
+    "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "runtime_config", "ensure_weight_tying",
 )  # fmt: skip
+"""Switches, lists and tables of peft's configuration that leave W' as it is above. Any other that
+is set is of another method (DoRA, KaSA), or of some layers alone."""
+_DRAWN = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that draw A and B. The others (PiSSA, OLoRA) also change W."""
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -71,7 +77,14 @@ def adapter(name: str, folder: Path) -> Adapter:
             f"{name} holds an adapter, and its {ADAPTER_CONFIG} does not name its base model",
             hint="add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
         )
-    other = [key for key in _UNSUPPORTED if config.get(key)]
+    other = [
+        key
+        for key, value in config.items()
+        if key not in _PLAIN and (value is True or (isinstance(value, list | dict) and value))
+    ]
+    drawn = config.get("init_lora_weights", True)
+    if not any(drawn is each or (drawn == each and isinstance(drawn, str)) for each in _DRAWN):
+        other.append(f"init_lora_weights {drawn!r:.40}")
     if method != "LORA" or rank < 1 or config.get("bias", "none") != "none" or other:
         what = f"with {', '.join(other)}" if other else f"of type {method}, bias and rank included"
         raise ModelError(
