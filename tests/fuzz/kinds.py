@@ -298,6 +298,61 @@ def _generation(folder: Path) -> None:
     stop_tokens(resolve_model(folder), Tokenizer.load(folder))
 
 
+def _quantized(**settings: Any) -> Step:
+    def make(folder: Path) -> None:
+        model_folder(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = settings
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return copied(make)
+
+
+def _read_quantized(folder: Path) -> None:
+    from hocket.models import quantization
+    from hocket.models.source import resolve_model
+
+    resolve_model(folder)
+    quantization.of_directory(folder)
+
+
+_PACKED = {"num_bits": 4, "group_size": 32, "symmetric": True, "strategy": "group", "type": "int"}
+kind(
+    "config.json of packed weights", "config.json",
+    _quantized(
+        quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"],
+        config_groups={"group_0": {"targets": ["Linear"], "weights": _PACKED}},
+    ),
+    mutate.json_file,
+)(_read_quantized)  # fmt: skip
+kind(
+    "config.json of fp8", "config.json",
+    _quantized(
+        quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic",
+        modules_to_not_convert=["lm_head"],
+    ),
+    mutate.json_file,
+)(_read_quantized)  # fmt: skip
+
+
+def _adapter(folder: Path) -> None:
+    model_folder(folder)
+    settings = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "base",
+        "revision": None, "bias": "none", "fan_in_fan_out": False, "use_rslora": True,
+        "target_modules": ["q_proj"], "init_lora_weights": True, "rank_pattern": {},
+        "lora_dropout": 0.1, "modules_to_save": None,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+@kind("adapter_config.json", "adapter_config.json", copied(_adapter), mutate.json_file)
+def _read_adapter(folder: Path) -> None:
+    from hocket.models.merged import adapter
+
+    assert adapter("adapter", folder).scale < float("inf")
+
+
 # --- what a report reads --------------------------------------------------------------------------
 
 
@@ -472,6 +527,30 @@ def _predict(file: str) -> Step:
 for _name, _file in TOOL_FILES.items():
     _mutation = mutate.json_file if _file.endswith("json") else mutate.damaged
     kind(f"plan --from {_name}", _file, _tool_file(_name), _mutation)(_predict(_file))
+
+
+def _trace(folder: Path) -> None:
+    rows = [{"arrival": n / 4, "prompt_tokens": 64 + n, "output_tokens": 8 + n} for n in range(20)]
+    (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [",".join(map(str, row.values())) for row in rows]
+    (folder / "trace.csv").write_text("\n".join([",".join(rows[0]), *lines, ""]))
+
+
+def _read_trace(file: str) -> Step:
+    def read(folder: Path) -> None:
+        from hocket.planning.service.trace import read_trace
+        from hocket.spec.service import Service
+
+        found = read_trace(folder / file)
+        assert found.rate > 0
+        other = found.under(Service(prompt_len=32, output_len=4, requests_per_second=2.0))
+        assert len(other) == len(found)
+
+    return read
+
+
+kind("trace of requests", "trace.jsonl", _trace, mutate.json_lines)(_read_trace("trace.jsonl"))
+kind("trace in CSV", "trace.csv", _trace, mutate.damaged)(_read_trace("trace.csv"))
 
 
 def _serve_line(folder: Path) -> None:

@@ -133,6 +133,22 @@ def test_an_adapter_that_is_more_than_a_sum_is_rejected(tmp_path, setting):
         resolve_model(tmp_path, weights=False)
 
 
+@pytest.mark.torch
+def test_a_damaged_adapter_is_one_line(tmp_path, monkeypatch, capfd):
+    from hocket.spec.tensor_file import TensorEntry, write_tensors
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = write(tmp_path / "base", **LLAMA)
+    entries = [TensorEntry(name="lm_head.weight", dtype="F32", shape=(1,))]
+    write_tensors(base / "model.safetensors", entries, [b"\0" * 4])
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(base)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no header")
+    with pytest.raises(ModelError, match="cannot be merged with its base: SafetensorError"):
+        resolve_model(tmp_path)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_run_spec_gives_the_source_back(tmp_path):
     folder = write(tmp_path / "m", **LLAMA)
     (folder / "model.safetensors").write_bytes(b"")

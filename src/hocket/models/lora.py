@@ -110,7 +110,7 @@ def _require_found_by_peft(model: nn.Module, names: tuple[str, ...]) -> None:
             convert_peft_config_for_transformers(config, model, None)
         except ValueError:  # a part of what is stacked
             return True
-        return leaf not in config.target_modules
+        return leaf not in (config.target_modules or ())
 
     wrong = [leaf for leaf in _leaves(names) if lost(leaf)]
     if wrong:

@@ -38,6 +38,7 @@ _PLAIN = (
 )  # fmt: skip
 """Switches, lists and tables of peft's configuration that leave W' as it is above. Any other that
 is set is of another method (DoRA, KaSA), or of some layers alone."""
+_LARGEST_RANK = 1_000_000
 _DRAWN = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that draw A and B. The others (PiSSA, OLoRA) also change W."""
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -85,8 +86,10 @@ def adapter(name: str, folder: Path) -> Adapter:
     drawn = config.get("init_lora_weights", True)
     if not any(drawn is each or (drawn == each and isinstance(drawn, str)) for each in _DRAWN):
         other.append(f"init_lora_weights {drawn!r:.40}")
-    if method != "LORA" or rank < 1 or config.get("bias", "none") != "none" or other:
-        what = f"with {', '.join(other)}" if other else f"of type {method}, bias and rank included"
+    if method == "LORA" and not (0 < rank <= _LARGEST_RANK and math.isfinite(alpha)):
+        other.append(f"r {config.get('r')!r:.20} and lora_alpha {config.get('lora_alpha')!r:.20}")
+    if method != "LORA" or config.get("bias", "none") != "none" or other:
+        what = f"with {', '.join(other)}" if other else f"of type {method}, bias included"
         raise ModelError(
             f"{name} holds an adapter {what}; adapters are read that are plain LoRA",
             hint="add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
@@ -228,6 +231,8 @@ if __name__ == "__main__":
     _folder, _base, _to, _scale, _transposed = sys.argv[1:]
     try:
         _merge_tensors(Path(_folder), Path(_base), Path(_to), float(_scale), _transposed == "1")
-    except ModelError as refusal:
-        print(refusal.message)
+    except Exception as error:  # safetensors and torch raise many kinds for files that do not fit
+        print(
+            error.message if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        )
         sys.exit(1)

@@ -161,10 +161,11 @@ def _compressed(found: dict[str, Any], rejected: Callable[[str], ModelError]) ->
         for group in (groups.values() if isinstance(groups, dict) else ())
         if isinstance(group, dict)
     ]
-    bits = {w.get("num_bits") for w in weights if isinstance(w, dict)}
-    if len(bits) != 1:
-        raise rejected(f"compressed-tensors with {len(bits)} numbers of bits")
-    (own,) = bits
+    bits = [w.get("num_bits") for w in weights if isinstance(w, dict)]
+    numbers: set[Any] = {number if isinstance(number, int) else str(number) for number in bits}
+    if len(numbers) != 1:
+        raise rejected(f"compressed-tensors with {len(numbers)} numbers of bits")
+    (own,) = numbers
     if kind != "pack-quantized":
         if own != 8:
             raise rejected(f"compressed-tensors, {kind} with {own!r:.20} bits")
