@@ -102,3 +102,28 @@ def frozen_weight() -> tuple[bool, bool]:
     x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(2, 16, 16)
     grouped_mm(x, weight, torch.tensor([2, 6], dtype=torch.int32)).sum().backward()
     return x.grad is not None, weight.grad is not None
+
+
+def scaled_errors() -> dict[str, float]:
+    """Of matmuls of 8-bit floats by the kernel, as parts of the largest entry; rows behind the last
+    group are zero."""
+    from hocket.runtime.triton.grouped_gemm import _scaled_by_triton
+    from hocket.runtime.triton.quantize_rows import quantized_by_torch
+
+    found = {}
+    for case in CASES:
+        outer, inner = 16 * -(-case.outer // 16), 16 * -(-case.inner // 16)
+        generator = torch.Generator().manual_seed(3)
+        groups = max(len(case.sizes), 1)
+        rows = sum(case.sizes) + case.rest
+        x = torch.randn(rows, inner, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
+        weight = torch.randn(groups * outer, inner, generator=generator)
+        (few, x_scale), (own, scale) = quantized_by_torch(x), quantized_by_torch(weight)
+        own, scale = own.view(groups, outer, inner), scale.view(groups, outer)
+        ends = torch.tensor(case.sizes or (0,)).cumsum(0).int()
+        out = _scaled_by_triton(few, own.transpose(1, 2), x_scale.view(-1), scale, ends)
+        exact = (own.double() * scale[..., None]).transpose(1, 2)
+        wanted = by_loop(few.double() * x_scale, exact, case.sizes or (0,))
+        of_row = wanted.abs().amax(-1, keepdim=True).clamp(min=1e-9) if rows else wanted
+        found[case.name] = float(((out.double() - wanted) / of_row).abs().max()) if rows else 0.0
+    return found

@@ -41,9 +41,7 @@ def _name(configuration: KernelSpecialization) -> str:
 def test_compiles_without_spills_within_shared_memory_with_tensor_cores(
     configuration: KernelSpecialization,
 ) -> None:
-    for arch in SHARED_LIMIT:
-        if arch < configuration.lowest:
-            continue
+    for arch in configuration.architectures:
         compiled = compile_for(configuration, arch)
         assert not compiled.faults(), (arch, compiled)
         if configuration.matmul and configuration.tile.rows >= 64:
@@ -87,7 +85,8 @@ def test_every_tile_is_in_the_table() -> None:
                 tile = attention_tile(dtype, size, size, rows)
                 assert (dtype.itemsize, padded(size), tile) in compiled
     grouped = {(c.dtype, c.tile) for c in ALL if c.kernel == "grouped_mm_kernel"}
-    assert grouped == {(dtype, t) for dtype in grouped_gemm.DTYPES for t in tiles_of(dtype)}
+    kinds = (*grouped_gemm.DTYPES, grouped_gemm.E4M3)
+    assert grouped == {(dtype, t) for dtype in kinds for t in tiles_of(dtype)}
     for c in ALL:
         if c.kernel == "grouped_weight_gradient_kernel":
             assert c.tile == tiles_of(c.dtype)[-1]

@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from hocket.runtime.triton.grouped_gemm import (  # noqa: E402
     DTYPES,
     gemm_tile,
@@ -52,6 +54,13 @@ def test_a_row_in_the_wrong_group_is_seen(interpreted: Callable[..., Any]) -> No
 
 
 @needs_triton
+def test_scaled_rows_of_8_bits_equal_a_loop_over_groups(interpreted: Callable[..., Any]) -> None:
+    errors = interpreted(grouped_cases.scaled_errors)
+    assert errors.keys() == {case.name for case in CASES}
+    assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
+
+
+@needs_triton
 def test_a_frozen_weight_gets_no_gradient(interpreted: Callable[..., Any]) -> None:
     assert interpreted(grouped_cases.frozen_weight) == (True, False)
 
@@ -81,27 +90,27 @@ def test_the_tile_follows_the_average_group() -> None:
         assert {gemm_tile(dtype, n, 8) for n in range(0, 4096, 64)} == set(tiles)
 
 
+class _Seen(TorchDispatchMode):  # type: ignore[misc]
+    """Names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def _fake(capability: tuple[int, int], dtype: Any) -> tuple[bool, list[str]]:
     """Whether a weight is taken on a GPU, and the operators of transformers' matmul there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
     from transformers.integrations import moe
 
     from hocket.training.build import group_experts
 
-    class Seen(TorchDispatchMode):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.names.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
     group_experts()
-    seen = Seen()
+    seen = _Seen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -134,6 +143,44 @@ def test_experts_without_a_kernel_of_torch_are_multiplied_here(
     assert taken == ours
     torchs = "aten::_grouped_mm" if capability >= (8, 0) else "transformers::grouped_mm_fallback"
     assert names == ["hocket::grouped_mm" if ours else torchs]
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "fault"),
+    [
+        ((9, 0), (48, 32), None),
+        ((8, 9), (48, 32), None),
+        ((10, 0), (48, 32), None),  # admitted by torch's check, and its kernel is Hopper's
+        ((12, 0), (48, 32), None),
+        ((9, 0), (48, 36), "multiple of 16 bytes"),
+    ],
+)
+def test_scaled_experts_are_multiplied_by_what_the_gpu_has(
+    capability: tuple[int, int], sizes: tuple[int, int], fault: str | None
+) -> None:
+    """torch's own checks of layouts and scales see what it is given."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from hocket.runtime.fp8_experts import StackedWeight
+
+    kind: Any = {"dtype": torch.float8_e4m3fn, "device": "cuda:0"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            outer, inner = sizes
+            weight = torch.empty(4, outer, inner, **kind).transpose(1, 2)
+            stack = StackedWeight(weight, torch.empty(4, outer, device="cuda:0"))
+            x = torch.empty(6, inner, dtype=torch.bfloat16, device="cuda:0")
+            ends = torch.empty(4, dtype=torch.int32, device="cuda:0")
+            with _Seen() as seen:
+                if fault is not None:
+                    with pytest.raises(RuntimeError, match=fault):
+                        stack.grouped_product(x, ends)
+                    return
+                out = stack.grouped_product(x, ends)
+    assert (tuple(out.shape), out.dtype) == ((6, outer), torch.bfloat16)
+    name = "aten::_scaled" if capability == (9, 0) else "hocket::scaled"
+    assert [n for n in seen.names if "grouped" in n] == [f"{name}_grouped_mm"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hocket.spec.errors import LayoutError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.serving import ServeOptions
-from tests.families import SERVED
+from tests.families import EXPERTS, SERVED
 
 pytestmark = [
     pytest.mark.torch,
@@ -146,6 +146,56 @@ def test_experts_over_ranks_read_nothing_and_are_captured(
         assert one["graphs"]["collectives"] > 0
         assert ("uneven" in one["steps"]) == layout.startswith("dp2")
         assert one["largest"] == {"tokens": 64, "host_reads": 0}
+
+
+EIGHT_BITS = {
+    "mixtral": {},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+    "gpt_oss": {"intermediate_size": 48},
+    "deepseek_v3": {
+        "moe_intermediate_size": 32, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("mixtral", "tp2"),
+        ("mixtral", "dp2.pp2.ep2"),
+        ("qwen3_moe", "dp2.ep2"),
+        ("gpt_oss", "tp1"),
+        ("deepseek_v3", "tp2.ep2.etp1"),
+    ],
+)
+def test_experts_in_8_bits_read_nothing_and_are_captured(
+    workers: RehearsalWorkers, family: str, layout: str
+) -> None:
+    """Their two matmuls a layer quantize their rows first; memory is as predicted."""
+    config = {**SERVED.get(family, EXPERTS.get(family, {})), **EIGHT_BITS[family]}
+    spec = dataclasses.replace(replica("mixtral", layout), model=family, config=config)
+    assert spec.serving is not None
+    found = {
+        quantization: job.rehearse_replica(
+            dataclasses.replace(
+                spec, serving=dataclasses.replace(spec.serving, quantization=quantization)
+            ),
+            workers=workers,
+        )
+        for quantization in (None, "fp8")
+    }
+    few, plain = found["fp8"], found[None]
+    assert few.host_reads() == []
+    assert few.ends
+    for rank, one in few.ranks.items():
+        other = plain.ranks[rank]
+        assert one["graphs"]["reason"] == ""
+        assert one["graphs"]["sizes"] == [1, 2, 4, 8]
+        assert one["graphs"]["launches"] > other["graphs"]["launches"]
+        assert one["memory"]["weights"] < other["memory"]["weights"]
+        assert one["memory"]["step"] == pytest.approx(other["memory"]["step"], rel=0.05)
+        predicted = few.predicted[one["stage"]]
+        assert predicted["weights"] == pytest.approx(one["memory"]["weights"], rel=0.05)
 
 
 def test_a_long_prompt_is_dispatched_with_one_read_a_layer(workers: RehearsalWorkers) -> None:

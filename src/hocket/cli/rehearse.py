@@ -54,8 +54,8 @@ class RehearseFlags:
             nf4.
         optimizer: AdamW, moments in fp32 or 8 bits. One of: adamw, adamw_8bit.
         trust_remote_code: run Python code that the model directory contains.
-        quantization: with --serve, precision of the linear layers' weights (default: that of
-            --dtype). One of: fp8.
+        quantization: with --serve, precision of the weights of linear layers and experts
+            (default: that of --dtype). One of: fp8.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
         json: print one JSON object, and nothing else on stdout; with --matrix one per job.
         matrix: rehearse tiny models under every schedule, layout and option.

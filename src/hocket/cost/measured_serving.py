@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hocket.cost.local import divided, held_elements, together
+from hocket.cost.local import divided, together
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
-from hocket.cost.measured_stage import SHARED, eight_bit_weights, stage_blocks, weights
+from hocket.cost.measured_stage import SHARED, served_weight_bytes, stage_blocks
 from hocket.cost.serving_shape import latent_width, served_shape
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
@@ -146,14 +146,9 @@ class MeasuredReplica:
 
     def weight_bytes(self, stage: int) -> int:
         """Of the weights on the largest tensor rank of a stage."""
-        layout, blocks = self.layout, map(self.shape.blocks.__getitem__, self.stages[stage])
-        experts = tuple(p.name for block in blocks for p in block.products if p.groups > 1)
-        few = eight_bit_weights(self.quantization, self.shape, self.stages[stage])
-        total = 0
-        for one in weights(self.shape, self.stages[stage]):
-            each = 1 if one.name in few else self.element_bytes
-            total += held_elements(one, layout, experts) * each
-        return total
+        return served_weight_bytes(
+            self.shape, self.stages[stage], self.layout, self.element_bytes, self.quantization
+        )
 
     def cache_bytes(self, stage: int) -> int:
         """Of one cached token on a rank of a stage; over context ranks the mean of them, of which

@@ -83,7 +83,13 @@ CHECKS = (
         "compared with PyTorch's operations, and the matmul with one in fp64",
         "compare_fp8_weights",
         "inputs equal bit for bit; differences of at most 2e-2 of the largest entry",
-        capability=(8, 9), rehearsals=(CPU, FAKE),
+        capability=(8, 9), rehearsals=(CPU, FAKE), seconds=1.0,
+    ),
+    _row(
+        "fp8-experts", "stacked experts in 8 bits: the grouped matmul that this GPU has for them, "
+        "compared with a loop over experts in fp64", "compare_fp8_experts",
+        "differences of at most 2e-2 of the largest entry",
+        capability=(8, 9), rehearsals=(CPU, FAKE), seconds=0.5,
     ),
     _row(
         "lookahead", "eight requests of a tiny Llama, sampled in several ways, with and without "
@@ -145,6 +151,30 @@ def compare_fp8_weights(place: Place) -> CheckOutcome:
         place.equal(f"{rows} rows, bits", bool((few.float() == expected.float()).all()), True)
         exact = (few.double() * own) @ (weight.double() * scale).t()
         place.compare(f"{rows} rows", multiply(x, weight.t()), exact, 2e-2)
+    return place.outcome()
+
+
+def compare_fp8_experts(place: Place) -> CheckOutcome:
+    """Rows of a batch that decodes, most experts without one, and of a long prompt."""
+    import torch
+
+    from hocket.runtime.fp8_experts import StackedWeight
+    from hocket.runtime.triton.quantize_rows import quantize_rows, quantized_by_torch
+
+    experts, outer, inner = place.size((8, 1536, 2048), (4, 32, 64))
+    drawn = place.draw(experts * outer, inner, dtype=torch.bfloat16, seed=2)
+    few, scale = quantize_rows(drawn)
+    weight, scale = few.view(experts, outer, inner), scale.view(experts, outer)
+    stack = StackedWeight(weight.transpose(1, 2), scale)
+    for most in (1, place.size(512, 9)):
+        sizes = [most, 0, 3 * most, 1, *([0] * (experts - 4))]
+        ends = torch.tensor(sizes, device=place.device).cumsum(0).int()
+        x = place.draw(sum(sizes), inner, dtype=torch.bfloat16, seed=most)
+        own, of_rows = quantized_by_torch(x)
+        parts = torch.split(own.double() * of_rows, sizes)  # type: ignore[no-untyped-call]
+        exact = (weight.double() * scale[..., None]).transpose(1, 2)
+        expected = torch.cat([part @ exact[i] for i, part in enumerate(parts)])
+        place.compare(f"{len(x)} rows", stack.grouped_product(x, ends), expected, 2e-2)
     return place.outcome()
 
 

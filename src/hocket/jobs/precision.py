@@ -131,16 +131,14 @@ def reject_served_dtype(workload: Workload) -> None:
         )
 
 
-def reject_quantization(quantization: str | None, *, cuda: bool, dtype: str, experts: int) -> None:
+def reject_quantization(quantization: str | None, *, cuda: bool, dtype: str) -> None:
     """Refuse weights in few bits that the devices or the model cannot have. Raises OptionError."""
     capability = None
     if cuda and quantization is not None:
         from hocket.probing.devices import compute_capability
 
         capability = compute_capability()
-    why = refused_quantization(
-        quantization, cuda=cuda, dtype=dtype, experts=experts, capability=capability
-    )
+    why = refused_quantization(quantization, cuda=cuda, dtype=dtype, capability=capability)
     if why is not None:
         raise OptionError(why, hint="leave --quantization out")
 

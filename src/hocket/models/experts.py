@@ -31,6 +31,9 @@ def replace_grouped_mm(ours: GroupedMatmul, takes: Callable[[Tensor], bool]) -> 
         return
 
     def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        product = getattr(weight, "grouped_product", None)  # of weights in few bits
+        if product is not None:
+            return product(input, offs)  # type: ignore[no-any-return]
         if takes(weight):
             return ours(input.to(weight.dtype), weight, offs)
         return given(input, weight, offs)

@@ -6,8 +6,9 @@
 
 One scale a row and a column, as vLLM's online `fp8` has with dynamic activations (Micikevicius et
 al. 2022, FP8 formats for deep learning, section 3.1, has one a tensor). Linear layers inside the
-blocks are stored so; embedding, output head, norms and routers keep their precision. A rank of tp
-scales its own shard, so that answers of two layouts differ by their rounding.
+blocks are stored so, and stacked experts (`fp8_experts`); embedding, output head, norms and routers
+keep their precision. A rank of tp scales its own shard, so that answers of two layouts differ by
+their rounding.
 """
 
 from __future__ import annotations
@@ -18,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.fp8_experts import can_be_stored, require_grouped, stacks_of, store_experts
 from hocket.runtime.linear import block_linears, deferrable, is_transposed
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.triton.quantize_rows import quantize_rows
+from hocket.spec.capabilities import MULTIPLE_OF_8_BITS as MULTIPLE
 from hocket.spec.capabilities import NOT_QUANTIZED
 from hocket.spec.errors import ModelError
-
-MULTIPLE = 16
-"""Both sides of a weight are divisible by it, or it keeps its precision (the rule of
-`torch.nn.functional.scaled_mm` on CUDA)."""
 
 Fill = Callable[[Iterable[str]], None]
 
@@ -53,18 +52,18 @@ class Fp8Product:
 
 
 def store_in_fp8(parallel: Parallel, fills: Iterable[Fill] = ()) -> list[str]:
-    """Store the linear layers of a rank's blocks in 8 bits, one after the other, in place; to be
-    called before `Parallel.finish`.
+    """Store the linear layers and stacked experts of a rank's blocks in 8 bits, one weight after
+    the other, in place; to be called before `Parallel.finish`.
 
     Args:
         fills: for each stage, what gives parameters of these names their values, so that never
             more than one of them is whole; empty: they have them.
 
     Returns:
-        Names of the layers.
+        Names of the layers, and of the stacked weights.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or the model's own code multiplies its experts.
     """
     given, done = list(fills), []
     for index, stage in enumerate(parallel.stages):
@@ -73,6 +72,14 @@ def store_in_fp8(parallel: Parallel, fills: Iterable[Fill] = ()) -> list[str]:
                 given[index]([f"{name}.weight"])
             _store(layer)
             done.append(name)
+        for name, experts in _experts(parallel, stage):
+            require_grouped(experts)
+            for own in stacks_of(experts):
+                if can_be_stored(experts._parameters[own]):
+                    if given:
+                        given[index]([f"{name}.{own}"])
+                    store_experts(experts, [own])
+                    done.append(f"{name}.{own}")
     if not done:
         raise ModelError(
             "the blocks of this model have no linear layer whose sides are multiples of "
@@ -97,6 +104,16 @@ def _layers(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
         kept = name.rpartition(".")[2] in NOT_QUANTIZED
         if not kept and not any(size % MULTIPLE for size in layer.weight.shape):
             yield name, layer
+
+
+def _experts(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The modules of stacked experts in a stage's blocks, by name."""
+    if parallel.plan.stages is None:
+        return
+    blocks = parallel.plan.stages.layers
+    for name, child in list(stage.module.get_submodule(blocks).named_modules(prefix=blocks)):
+        if "expert" in f"{name} {type(child).__name__}".lower() and stacks_of(child):
+            yield name, child
 
 
 @torch.no_grad()

@@ -140,7 +140,14 @@ def refused_precision(
 
 
 QUANTIZED = ("fp8",)
-"""How a server may store the linear layers of a model's blocks."""
+"""How a server may store the linear layers and the experts of a model's blocks."""
+
+MULTIPLE_OF_8_BITS = 16
+"""Both sides of a matrix are divisible by it on a rank, or it keeps its precision (the rule of
+`torch.nn.functional.scaled_mm` and of its grouped form on CUDA)."""
+
+STACKED = ("gate_up_proj", "up_proj", "down_proj")
+"""The matrices of stacked experts, as transformers' own computation of them names them."""
 
 NOT_QUANTIZED = ("gate", "router", "shared_expert_gate", "kv_b_proj")
 """Linear layers that keep their precision: a router's small errors change which expert is asked,
@@ -152,7 +159,6 @@ def refused_quantization(
     *,
     cuda: bool,
     dtype: str,
-    experts: int = 0,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Why ranks cannot serve weights that are stored so; None: they can.
@@ -160,15 +166,10 @@ def refused_quantization(
     Args:
         quantization: one of `QUANTIZED`, or None.
         cuda: whether ranks have CUDA devices. capability: theirs, None where not known yet.
-        dtype: of all that is not quantized. experts: of a layer, 0 where the model is dense.
+        dtype: of all that is not quantized.
     """
     if quantization is None:
         return None
-    if experts:
-        return (
-            f"quantization is fp8: it stores linear layers in 8 bits, and the {experts} experts of "
-            "a layer are stacked weights, which would keep 16"
-        )
     if not cuda:
         return (
             "quantization is fp8: CPU cores have no 8-bit float matmuls; they need a GPU of "

@@ -31,8 +31,8 @@ class ServeOptions:
         api_key_file: file with one `KEY` or `NAME KEY` per line; every route but /health, /ready
             and /docs then needs a key.
         insecure: allow an address other than loopback without keys.
-        quantization: precision of the linear layers' weights, on GPUs of compute capability 8.9 or
-            higher (default: that of --dtype). One of: fp8.
+        quantization: precision of the weights of linear layers and experts, on GPUs of compute
+            capability 8.9 or higher (default: that of --dtype). One of: fp8.
         served_model_name: model name in the API (default: the name of the model folder).
         max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,
             2048 on CUDA).

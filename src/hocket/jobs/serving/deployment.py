@@ -64,7 +64,7 @@ def emitted_deployment(plan: ServicePlan, tool: str) -> str:
         if words is None:
             raise OptionError(
                 f"{plan.model}: hocket serve does not run this deployment: it is one node in bf16 "
-                "or fp32, with linear layers in fp8 where the model is dense, and caches in 16 "
+                "or fp32, or with linear layers and experts in fp8, and caches in 16 "
                 f"bits; the plan is of {plan.stored.title}, cached in {plan.cache_precision}",
                 hint="--quantization none --cache-precision bf16, or --emit vllm",
             )
@@ -126,7 +126,7 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
 def served_here(plan: ServicePlan) -> bool:
     """Whether `hocket serve` computes with weights that are stored so, and its cache."""
     if plan.stored.quantization in QUANTIZED:
-        return not plan.experts and plan.cache_precision == "bf16"
+        return plan.cache_precision == "bf16"
     return plan.stored.quantization == "none" and plan.precision in RUN_HERE
 
 

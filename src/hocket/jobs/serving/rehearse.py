@@ -240,7 +240,6 @@ def rehearse_replica(
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
     from hocket.jobs.rehearse import device_of, traces_of
-    from hocket.models.source import run_source
     from hocket.simulation.nccl import RULES, simulate_nccl
 
     say = on_phase or (lambda text: None)
@@ -252,9 +251,8 @@ def rehearse_replica(
     options = spec.serving
     assert options is not None
     why = refused_quantization(
-        options.quantization, cuda=True, dtype=spec.workload.dtype, capability=device.capability,
-        experts=run_source(spec).dimensions.num_experts,
-    )  # fmt: skip
+        options.quantization, cuda=True, dtype=spec.workload.dtype, capability=device.capability
+    )
     if why is not None:
         raise OptionError(why, hint="leave --quantization out")
     stands_for = _representatives(spec.layout)

@@ -142,12 +142,11 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     precision.reject_served_dtype(wanted.workload)
     device = precision.device_kind(wanted.options)
     _threads(wanted, device)
+    precision.reject_quantization(
+        options.quantization, cuda=device == "cuda", dtype=wanted.workload.dtype
+    )
     trusted = wanted.options.trust_remote_code
     source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
-    precision.reject_quantization(
-        options.quantization, cuda=device == "cuda", dtype=wanted.workload.dtype,
-        experts=source.dimensions.num_experts,
-    )  # fmt: skip
     layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
     source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:

@@ -30,16 +30,22 @@ import torch
 from hocket.runtime.triton import grouped_gemm, quantize_rows
 from hocket.runtime.triton.paged_attention import AttentionTile, launch_of, padded
 
-SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Compute capability to the shared memory a program may use, in bytes (CUDA C++ Programming Guide,
-table of compute capabilities: 163, 227, 227 and 99 KiB)."""
+table of compute capabilities: 163, 99, 227, 227 and 99 KiB)."""
+
+FIRST_WITH_8_BITS = 89
+"""The first with instructions of 8-bit floats; kernels without them are compiled for 80 instead."""
 
 _RESERVED = 1024
 """Bytes of it that the driver takes for itself from sm_90 on, already taken off the limits."""
 
 TENSOR_CORE = {"mma": r"\bmma\.sync", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma"}
 
-_POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_POINTER = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    grouped_gemm.E4M3: "*fp8e4nv",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +73,13 @@ class KernelSpecialization:
     matmul: bool = True
     module: str = "paged_attention_kernels"
     lowest: int = 80
+
+    @property
+    def architectures(self) -> tuple[int, ...]:
+        """Those it is compiled for."""
+        if self.lowest == FIRST_WITH_8_BITS:
+            return tuple(arch for arch in SHARED_LIMIT if arch >= FIRST_WITH_8_BITS)
+        return tuple(arch for arch in SHARED_LIMIT if arch != FIRST_WITH_8_BITS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +160,7 @@ def _grouped() -> Iterator[KernelSpecialization]:
         tiles = grouped_gemm.tiles_of(dtype)
         for tile in tiles:
             for variant, one in kinds.items():
-                constants = {**tile.constants(dtype), "x_stride_k": 1, one: 1}
+                constants = {**tile.forward_constants(dtype), "x_stride_k": 1, one: 1}
                 yield KernelSpecialization(
                     "grouped_mm_kernel", dtype, (), tile, variant, constants,
                     module="grouped_gemm_kernels",
@@ -156,6 +169,13 @@ def _grouped() -> Iterator[KernelSpecialization]:
             "grouped_weight_gradient_kernel", dtype, (), tiles[-1], "plain",
             {**tiles[-1].constants(dtype), **dense}, module="grouped_gemm_kernels",
         )  # fmt: skip
+    kind = grouped_gemm.E4M3
+    for tile in grouped_gemm.tiles_of(kind):
+        constants = {**tile.forward_constants(kind), "x_stride_k": 1, "weight_stride_k": 1}
+        yield KernelSpecialization(
+            "grouped_mm_kernel", kind, (), tile, "weight [E, N, K]", constants,
+            module="grouped_gemm_kernels", lowest=FIRST_WITH_8_BITS,
+        )  # fmt: skip
 
 
 def _quantizing() -> Iterator[KernelSpecialization]:
@@ -163,7 +183,7 @@ def _quantizing() -> Iterator[KernelSpecialization]:
         yield KernelSpecialization(
             "quantize_rows_kernel", dtype, (), quantize_rows.TILE, "plain",
             quantize_rows.TILE.constants(), matmul=False, module="quantize_rows_kernels",
-            lowest=90,
+            lowest=FIRST_WITH_8_BITS,
         )  # fmt: skip
 
 
@@ -212,6 +232,9 @@ def _signature(configuration: KernelSpecialization) -> dict[str, str]:
             f"{matrix}_stride_{axis}" for matrix in matrices for axis in ("row", "group", "k", "n")
         )
         given = {**matrices, "offsets": "*i32", **dict.fromkeys((*sizes, *strides), "i32")}
+        scaled = bool(configuration.constants.get("SCALED"))
+        given |= dict.fromkeys(("x_scale", "weight_scale"), "*fp32" if scaled else "*i32")
+        given["out"] = "*bf16" if scaled else pointer
         return {name: kind for name, kind in given.items() if name not in configuration.constants}
     if configuration.kernel == "quantize_rows_kernel":
         return {
@@ -300,8 +323,9 @@ the fallback of the server where neither FlashAttention nor FlashInfer can do wh
 both gradients (`hocket.runtime.triton.grouped_gemm`), for dtypes and GPUs for which torch has no
 kernel.
 
-`quantize_rows_kernel` converts the inputs of matmuls with weights in 8 bits
-(`hocket serve --quantization fp8`), on architectures that have 8-bit floats.
+With weights in 8 bits (`hocket serve --quantization fp8`), on architectures that have 8-bit floats,
+`quantize_rows_kernel` converts the inputs of matmuls, and `grouped_mm_kernel` multiplies experts of
+float8_e4m3fn where torch has no kernel for them.
 
 A tile: rows x keys of attention, rows x columns x depth of a grouped matmul. A cell: registers of a
 thread, shared memory of a program (with the 1 KiB that the driver takes from sm_90 on), tensor-core
@@ -335,8 +359,8 @@ def main(arguments: list[str] | None = None) -> int:
     done = [
         compile_for(configuration, arch)
         for configuration in configurations()
-        for arch in options.arch or SHARED_LIMIT
-        if arch >= configuration.lowest
+        for arch in configuration.architectures
+        if arch in (options.arch or SHARED_LIMIT)
     ]
     if options.write:
         options.write.write_text(_kernels_page(done))

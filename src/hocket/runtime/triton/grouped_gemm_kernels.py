@@ -47,6 +47,8 @@ def grouped_mm_kernel(
     weight,  # [E, K, N]
     offsets,  # [E] int32
     out,  # [S, N], contiguous
+    x_scale,  # [S] float32; not read without SCALED
+    weight_scale,  # [E, N] float32, contiguous; not read without SCALED
     num_rows,
     num_groups,
     K,
@@ -60,8 +62,10 @@ def grouped_mm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Grid: (S // BLOCK_M + E + 1, tiles of N). Rows of group g times weight[g]; others: 0."""
+    """Grid: (S // BLOCK_M + E + 1, tiles of N). Rows of group g times weight[g]; others: 0. SCALED:
+    of 8-bit floats, times the scale of the row and that of the group's column."""
     tile = tl.program_id(0)
     group = _group_of(offsets, tile, num_groups, BLOCK_M)
     begin = 0
@@ -95,6 +99,11 @@ def grouped_mm_kernel(
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         left += BLOCK_K * x_stride_k
         right += BLOCK_K * weight_stride_k
+    if SCALED:
+        present = tl.minimum(group, num_groups - 1).to(tl.int64)
+        of_rows = tl.load(x_scale + rows, mask=rows < end, other=0.0)
+        of_columns = tl.load(weight_scale + present * N + columns, mask=columns < N, other=0.0)
+        acc = acc * of_rows[:, None] * of_columns[None, :]
     target = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside & wanted)
 
