@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.launch import Launcher, failure
-from hocket.launch.watch import LEAVE
+from hocket.launch.watch import LEAVE, Watch
 from hocket.spec.errors import LayoutError, OptionError, RankFailure
 from tests.ranks import ROOT, RankPool
 
@@ -253,8 +253,9 @@ def test_an_interrupt_while_the_server_imports_does_not_wait_for_it() -> None:
 
 
 @ranks_needed
-def test_a_server_that_was_killed_is_replaced() -> None:
-    """Its ranks end with it; a server that `kill` ended stays so."""
+def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks end with it; so is one that is ended with ranks that do not leave in time. A server
+    that `kill` ended stays so."""
     with Launcher(warm=False) as launcher:
         first = launcher._server
 
@@ -267,6 +268,11 @@ def test_a_server_that_was_killed_is_replaced() -> None:
         events: list[dict[str, Any]] = []
         launcher.run(CASES + "tell_place", 2, {}, events.append)
         assert sorted(event["rank"] for event in events) == [0, 1]
+        monkeypatch.setattr(Watch, "end", lambda watch: False)
+        with pytest.raises(RankFailure, match="ValueError: boom"):
+            launcher.run(CASES + "only_fail", 1)
+        assert not launcher.alive
+        launcher.run(CASES + "tell_place", 1, {}, events.append)
         launcher._server.kill()  # between two runs
         launcher._server.wait()
         launcher.preload(["json"])
