@@ -199,6 +199,7 @@ def test_a_cut_by_hand_is_estimated_as_the_same_cut_by_name() -> None:
     )
     assert named == by_hand
     assert not row(Layout.parse("pp4:pipeline_split=2-2-1-1"), SMALL, 64, 12).lighter[0]
+    assert not row(Layout.parse("pp2:pipeline_split=3-3"), SMALL, 64, 12).lighter[0]
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def _has_light_ends(layout: Layout, layers: int) -> bool:
     asked = layout.pipeline_split
     if not isinstance(asked, tuple) or not legality.light_ends(layers, len(asked)):
         return asked == "light-ends"
+    if len(asked) == 2:  # both ends as long as in halves
+        return False
     return asked == choose_cut("light-ends", layers, len(asked))
 
 
