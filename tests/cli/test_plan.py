@@ -188,7 +188,9 @@ def test_a_tool_names_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_tiny_model_is_not_free(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny-llama", "--cluster", "2xA100-40", "--top", "1"]) == 0
-    assert "0 (0-0)" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 (0-0)" not in said
+    assert "sequences of 1,024" in said  # its positions: what `train` takes, and a probed machine
 
 
 def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class PlanFlags:
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine, as
             measured by `hocket probe`). With --serve also kinds of GPU, as many as are needed:
             A100-40,A100-80,H100 (default with --serve: the usual kinds).
-        seq_len: tokens per sequence.
+        seq_len: tokens per sequence; by default at most the model's positions.
         global_batch: sequences per step (default: 8 for each GPU, at least 32 and at most 4.2M
             tokens; on CPU 32).
         objective: what to optimize; tokens-per-dollar also considers fewer GPUs. One of: time,
@@ -193,6 +193,7 @@ def main(arguments: Sequence[str]) -> int:
             hint="leave --emit out, and give hocket train the layout with --lora-rank",
         )
     from hocket.jobs import plan as job
+    from hocket.jobs.planner_problem import default_seq_len
     from hocket.jobs.serving.plan import size_is_public
 
     if not size_is_public(flags.model):
@@ -203,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     found = job.plan_training(
         flags.model,
         cluster=flags.cluster,
-        seq_len=flags.seq_len,
+        seq_len=flags.seq_len if "seq_len" in written else default_seq_len(flags.model),
         global_batch=flags.global_batch,
         objective=flags.objective,
         top=flags.top,

@@ -67,6 +67,15 @@ def training_problem(
     )
 
 
+PLANNED_SEQ_LEN = 4096
+"""Tokens of a planned sequence where none are given and the model has as many positions."""
+
+
+def default_seq_len(model: str) -> int:
+    """Tokens of a sequence where none are given: as `jobs.defaults.with_length` on GPUs."""
+    return min(positions_of(model) or PLANNED_SEQ_LEN, PLANNED_SEQ_LEN)
+
+
 MOST_TOKENS = 4 << 20
 """Tokens of a step whose batch is chosen: about those of GPT-3 (Brown et al. 2020, table 2.1)."""
 
