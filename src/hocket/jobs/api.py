@@ -186,14 +186,14 @@ def plan(
 
         return serve_plan(model, cluster=cluster, **_known(serve_plan, options))
     from hocket.jobs.plan import plan_training as job
+    from hocket.jobs.planner_problem import default_seq_len
 
     if cluster is None:
         raise OptionError("which GPUs?", hint='cluster="8xH100"')
-    return job(model, cluster=cluster, **{"seq_len": PLANNED_SEQ_LEN, **_known(job, options)})
-
-
-PLANNED_SEQ_LEN = 4096
-"""Tokens per sequence of a plan, where none are given; as of `hocket plan`."""
+    options = _known(job, options)
+    if options.get("seq_len") is None:
+        options["seq_len"] = default_seq_len(os.fspath(model))
+    return job(model, cluster=cluster, **options)
 
 
 def _known(job: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
