@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
             hint="leave --emit out, and give hocket train the layout with --lora-rank",
         )
     from hocket.jobs import plan as job
-    from hocket.jobs.planner_problem import default_seq_len
+    from hocket.jobs.planner_problem import planned_seq_len
     from hocket.jobs.serving.plan import size_is_public
 
     if not size_is_public(flags.model):
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     found = job.plan_training(
         flags.model,
         cluster=flags.cluster,
-        seq_len=flags.seq_len if "seq_len" in written else default_seq_len(flags.model),
+        seq_len=flags.seq_len if "seq_len" in written else planned_seq_len(flags.model),
         global_batch=flags.global_batch,
         objective=flags.objective,
         top=flags.top,

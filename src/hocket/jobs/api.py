@@ -186,13 +186,13 @@ def plan(
 
         return serve_plan(model, cluster=cluster, **_known(serve_plan, options))
     from hocket.jobs.plan import plan_training as job
-    from hocket.jobs.planner_problem import default_seq_len
+    from hocket.jobs.planner_problem import planned_seq_len
 
     if cluster is None:
         raise OptionError("which GPUs?", hint='cluster="8xH100"')
     options = _known(job, options)
     if options.get("seq_len") is None:
-        options["seq_len"] = default_seq_len(os.fspath(model))
+        options["seq_len"] = planned_seq_len(os.fspath(model))
     return job(model, cluster=cluster, **options)
 
 

@@ -71,7 +71,7 @@ PLANNED_SEQ_LEN = 4096
 """Tokens of a planned sequence where none are given and the model has as many positions."""
 
 
-def default_seq_len(model: str) -> int:
+def planned_seq_len(model: str) -> int:
     """Tokens of a sequence where none are given: as `jobs.defaults.with_length` on GPUs."""
     return min(positions_of(model) or PLANNED_SEQ_LEN, PLANNED_SEQ_LEN)
 
