@@ -234,3 +234,21 @@ def test_equal_tensor_ranks_are_executed_once() -> None:
     assert job._representatives(Layout.parse("tp4.pp2")) == {
         0: 0, 1: 1, 2: 1, 3: 3, 4: 4, 5: 5, 6: 5, 7: 7,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["cp2"])
+def test_context_ranks_end_and_hold_their_shard(workers: RehearsalWorkers, layout: str) -> None:
+    """Steps that are split and steps that are not. Which keys are whose is settled on the host, so
+    copies of a step's indices wait; nothing is read back."""
+    spec = replica("llama", layout, max_num_batched_tokens=512, block_size=16, num_blocks=None)
+    found = job.rehearse_replica(spec, workers=workers)
+    assert found.ends
+    assert {read["what"] for read in found.host_reads()} == {"copy from the host"}
+    degrees = Layout.parse(layout)
+    assert len(found.ranks) == degrees.world_size
+    assert found.predicted is not None
+    for one in found.ranks.values():
+        memory, (predicted,) = one["memory"], found.predicted
+        assert one["graphs"]["sizes"] == []
+        assert predicted["weights"] == pytest.approx(memory["weights"], rel=0.01)
+        assert predicted["token"] * memory["cache_tokens"] == memory["cache"]

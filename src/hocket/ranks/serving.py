@@ -212,6 +212,7 @@ def build_part(
     cp = mesh.axis("cp")
     ahead = None if cp.size == 1 else depth or mesh.axis("pp").size  # no graphs to launch early
     plans, lookahead = depth_of(depth or ahead, mesh.axis("pp").size, mesh.device.type)
+    lookahead = lookahead and cp.size == 1
     runner = StageRunner(
         stage,
         mesh,

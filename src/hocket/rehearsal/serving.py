@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hocket.models.plans import plan_for
 from hocket.models.skeleton import build_skeleton
@@ -35,8 +36,11 @@ from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
 from hocket.schedules.registry import build_schedule
 from hocket.serving.engine import attention
+from hocket.serving.engine.attention_context import ContextStep
 from hocket.serving.engine.attention_kernels import Accelerator, Choice, choose_kernels
+from hocket.serving.engine.cache import BlockTables
 from hocket.serving.engine.device_sampler import DeviceSampler
+from hocket.serving.engine.graphs import DecodeGraphs
 from hocket.serving.engine.memory import CUDA_SHARE
 from hocket.serving.engine.part import StagePart
 from hocket.serving.engine.runner import StageRunner
@@ -67,7 +71,7 @@ UNEVEN = "uneven"
 _MOST_ROWS = 8
 """Rows of a rehearsed step."""
 _PROMPT = 24
-"""Tokens of each prompt, where steps have room for them."""
+"""Tokens of each prompt on a context rank, where steps have room for them."""
 
 
 class ServingRehearsal:
@@ -136,14 +140,15 @@ class ServingRehearsal:
         )
         (stage,) = parallel.stages
         stages = mesh.axis("pp").size
-        lookahead = stages == 1
+        over = mesh.axis("cp")
+        lookahead = stages == over.size == 1
         capture = _Capture(launches, world)
         with execution.fake(), torch.inference_mode():
             allocate(stage.module, device)
             if options.quantization is not None:
                 store_in_fp8(parallel)
             memory.own("parameters", stage.module.parameters())
-            runner = StageRunner(
+            runner = _Runner(
                 stage, mesh, self.skeleton.config, block_size=options.block_size,
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -161,14 +166,16 @@ class ServingRehearsal:
             waits = [r["count"] for r in launches.reads() if "expert_parallel" in r["where"]]
             step_bytes = memory.peak - weights
             room = int((self.device.memory - weights) * CUDA_SHARE) - step_bytes
-            num_blocks = options.num_blocks or max(0, room // runner.bytes_per_block)
+            each = runner.bytes_per_block
             longest = -(-options.max_model_len // runner.block_size)
-            num_blocks = max(longest, min(num_blocks, 2 * options.max_num_seqs * longest))
-            graphs = runner.capture(num_blocks, (options.max_num_seqs, _MOST_ROWS))
+            most = 2 * options.max_num_seqs * longest
+            fitting = max(0, room // each) if each else most  # recurrent layers alone keep no keys
+            num_blocks = max(longest, min(options.num_blocks or fitting, most))
+            graphs = runner.made(num_blocks, (options.max_num_seqs, _MOST_ROWS))
             assert runner.cache is not None
             memory.own("other", [*runner.cache.keys, *runner.cache.values])
             sampler = None
-            if stage.is_last:
+            if stage.is_last and over.index == 0:
                 config: Any = self.skeleton.config
                 vocab_size = int(config.get_text_config(decoder=True).vocab_size)
                 sampler = DeviceSampler(
@@ -213,8 +220,8 @@ class ServingRehearsal:
             "attention": runner.attention_json(),
             "largest": {"tokens": options.max_num_batched_tokens, "host_reads": sum(waits)},
             "graphs": {
-                "sizes": graphs.sizes if graphs.captured else [],
-                "reason": capture.reason or graphs.reason,
+                "sizes": graphs.sizes if graphs is not None and graphs.captured else [],
+                "reason": capture.reason or runner.graphs_json()["reason"],
                 "launches": capture.kernels,
                 "collectives": capture.collectives,
             },
@@ -233,10 +240,11 @@ class ServingRehearsal:
         """Prompts, then decoding with one more prompt, then decoding twice, and once more on the
         first data rank alone."""
         size = runner.block_size
+        prompt = _PROMPT * runner.context.size  # so that context ranks split a step of one more
         count = min(
-            runner.max_num_seqs, max(1, runner.max_num_batched_tokens // _PROMPT), _MOST_ROWS
+            runner.max_num_seqs, max(1, runner.max_num_batched_tokens // prompt), _MOST_ROWS
         )
-        length = min(_PROMPT, runner.max_num_batched_tokens, runner.max_model_len - 8)
+        length = min(prompt, runner.max_num_batched_tokens, runner.max_model_len - 8)
         blocks = iter(range(1 << 30))
         held: dict[int, int] = {}
 
@@ -288,6 +296,23 @@ def _reads(launches: Launches) -> list[dict[str, Any]]:
         for (what, place), count in launches.host_reads.items()
         if not (what == "Event.synchronize" and "engine/staging.py" in place)
     ]
+
+
+class _Runner(StageRunner):
+    """What a step over context ranks settles on the host is settled: not fake."""
+
+    def context_step(self, plan: StepPlan) -> ContextStep:
+        with _disable_current_modes():
+            return super().context_step(plan)
+
+    def made(self, num_blocks: int, rows: tuple[int, ...]) -> DecodeGraphs | None:
+        """The cache, and graphs of a decode step where it is captured."""
+        if self.context.size == 1:
+            return self.capture(num_blocks, rows)
+        self.allocate(num_blocks)
+        with _disable_current_modes():
+            self.tables = BlockTables(self.max_num_seqs, self._max_blocks)
+        return None
 
 
 class _Replay:

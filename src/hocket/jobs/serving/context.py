@@ -34,14 +34,3 @@ def require_divided_blocks(block_size: int, layout: Layout) -> None:
             f"block_size is {block_size}; its tokens do not divide over cp {layout.cp}",
             hint=f"--block-size {layout.cp * -(-block_size // layout.cp)}",
         )
-
-
-def require_one_context_rank(layout: Layout) -> None:
-    """Raise LayoutError for a rehearsal over context ranks: their steps are launched one by one,
-    and which keys are whose is settled on the host."""
-    if layout.cp > 1:
-        raise LayoutError(
-            f"the layout {layout.axes_text()} cannot be rehearsed as a server: its context ranks "
-            "are compared on this machine's cores",
-            hint=f"hocket check MODEL --serve --layout {layout.axes_text()}",
-        )

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.serving.context import require_one_context_rank
 from hocket.spec.capabilities import refused_quantization
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -193,7 +192,6 @@ def replica_spec(
     if layers is not None:
         source = dataclasses.replace(source, config=config_with_layers(source.config, layers))
     found = legal_server_layout(source, replica_layout(layout), "cpu")
-    require_one_context_rank(found)
     options = _sizes(ServeOptions(**sizes), source, "cuda")
     return RunSpec(
         model=source.repo or model,
@@ -217,7 +215,6 @@ def replica_of(server: PreparedServer) -> RunSpec:
             "--layout auto is chosen by measurement, when the server starts", hint="--layout tp2"
         )
     spec = server.spec(replica=True)
-    require_one_context_rank(spec.layout)
     return dataclasses.replace(spec, options=dataclasses.replace(spec.options, device="cuda"))
 
 
@@ -299,15 +296,15 @@ def rehearse_replica(
 
 
 def _representatives(layout: Layout) -> dict[int, int]:
-    """Every rank to the one that is executed for it: the first of each stage, which samples and
-    gathers, and the second for those after it."""
+    """Every rank to the one that is executed for it: of each stage and context rank the first,
+    which samples and gathers, and the second for those after it."""
     found: dict[int, int] = {}
-    first: dict[tuple[int, bool], int] = {}
+    first: dict[tuple[int, int, bool], int] = {}
     for rank in range(layout.world_size):
         where = layout.coordinate(rank)
         # The last shard of a vocabulary that does not divide evenly is smaller: its own execution.
-        key = (where["pp"], where["tp"] in (0, layout.tp - 1))
-        if key[1]:
+        key = (where["pp"], where["cp"], where["tp"] in (0, layout.tp - 1))
+        if key[2]:
             found[rank] = rank
         else:
             found[rank] = first.setdefault(key, rank)

@@ -51,30 +51,30 @@ def local_tokens(count: int, ranks: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class ContextStep:
-    """What of a step is a context rank's.
+    """What of a step is a context rank's, on the CPU.
 
     Attributes:
-        step: the whole step's indices, on the CPU.
-        each: tokens that this rank computes, from `first` on; `split`: whether they are a part.
+        step: the whole step's indices. local: those of the tokens that this rank computes.
+        each: how many these are, from `first` on; `split`: whether they are a part.
+        counts: of each rank, tokens whose logits are asked for and which it computes.
         own: tokens whose keys and values it stores, at `places` of its pool.
         part: tokens of a block that it has, from `begin` on. block: tokens of a block.
-        lengths, tables: of the step, on the device.
     """
 
     step: StepIndices
+    local: StepIndices
     each: int
     first: int
     split: bool
+    counts: list[int]
     own: Tensor
     places: Tensor
     block: int
     part: int
     begin: int
-    lengths: Tensor
-    tables: Tensor
 
     @classmethod
-    def of(cls, step: StepIndices, axis: Axis, device: torch.device) -> ContextStep:
+    def of(cls, step: StepIndices, axis: Axis) -> ContextStep:
         """That of this rank of the axis."""
         count, block = step.num_tokens, step.block_size
         part = block // axis.size
@@ -82,40 +82,34 @@ class ContextStep:
         blocks = step.places // block
         at = step.places - blocks * block
         own = (at // part == axis.index).nonzero().squeeze(1)
-        places = blocks[own] * part + at[own] % part
+        owner = step.wanted // each
+        first = each * axis.index if each < count else 0
         return cls(
             step=step,
+            local=_tokens_of(step, first, each) if each < count else step,
             each=each,
-            first=each * axis.index if each < count else 0,
+            first=first,
             split=each < count,
-            own=own.to(device),
-            places=places.to(device),
+            counts=[int((owner == rank).sum()) for rank in range(axis.size)],
+            own=own,
+            places=blocks[own] * part + at[own] % part,
             block=block,
             part=part,
             begin=part * axis.index,
-            lengths=step.lengths.to(device),
-            tables=step.tables.to(device),
         )
 
-    def local(self) -> StepIndices:
-        """The indices of the tokens that this rank computes."""
-        if not self.split:
-            return self.step
-        where = slice(self.first, self.first + self.each)
-        tokens, positions = self.step.tokens[where], self.step.positions[where]
-        missing = self.each - tokens.shape[0]
-        wanted = self.step.wanted - self.first
-        return dataclasses.replace(
-            self.step,
-            tokens=nn.functional.pad(tokens, (0, missing)),
-            positions=nn.functional.pad(positions, (0, missing)),
-            wanted=wanted[(wanted >= 0) & (wanted < self.each)],
-        )
 
-    def wanted_counts(self, ranks: int) -> list[int]:
-        """Of each rank, tokens whose logits are asked for and which it computes."""
-        owner = self.step.wanted // self.each
-        return [int((owner == rank).sum()) for rank in range(ranks)]
+def _tokens_of(step: StepIndices, first: int, each: int) -> StepIndices:
+    """The indices of `each` tokens, the last ones of padding."""
+    tokens, positions = (one[first : first + each] for one in (step.tokens, step.positions))
+    missing = each - tokens.shape[0]
+    wanted = step.wanted - first
+    return dataclasses.replace(
+        step,
+        tokens=nn.functional.pad(tokens, (0, missing)),
+        positions=nn.functional.pad(positions, (0, missing)),
+        wanted=wanted[(wanted >= 0) & (wanted < each)],
+    )
 
 
 class ContextAttention:
@@ -125,12 +119,20 @@ class ContextAttention:
         cache: of the stage, of this rank's part of each block; [blocks, part, K, D].
         step: this rank's.
         axis: the context ranks. recorder: of their collectives.
+        device: of the cache.
     """
 
     def __init__(
-        self, cache: PagedCache, step: ContextStep, axis: Axis, recorder: Recorder
+        self,
+        cache: PagedCache,
+        step: ContextStep,
+        axis: Axis,
+        recorder: Recorder,
+        device: torch.device,
     ) -> None:
-        self.cache, self.step = cache, step
+        self.cache, self.step, self.device = cache, step, device
+        self._own, self._stored = step.own.to(device), step.places.to(device)
+        self._lengths, self._tables = step.step.lengths.to(device), step.step.tables.to(device)
         self.axis, self.recorder = axis, recorder
         self._layer = 0
 
@@ -143,8 +145,8 @@ class ContextAttention:
         q, k, v = self._gathered(query[0], key[0], value[0])
         pools = self.cache.keys[layer], self.cache.values[layer]
         for pool, new in zip(pools, (k, v), strict=True):
-            rows = new.transpose(0, 1).index_select(0, self.step.own).flatten(1)
-            pool.view(-1, rows.shape[1]).index_copy_(0, self.step.places, rows)
+            rows = new.transpose(0, 1).index_select(0, self._own).flatten(1)
+            pool.view(-1, rows.shape[1]).index_copy_(0, self._stored, rows)
         heads = pools[0].shape[2]
 
         def rows_of(blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -175,7 +177,7 @@ class ContextAttention:
         q, latent, _ = self._gathered(query[0], heads.taken().unsqueeze(0), None)
         pool = self.cache.keys[layer]
         width, size = heads.width, heads.latent_size
-        pool.view(-1, width).index_copy_(0, self.step.places, latent[0][self.step.own])
+        pool.view(-1, width).index_copy_(0, self._stored, latent[0][self._own])
 
         def rows_of(blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             cached = pool.index_select(0, blocks).view(*shape, width).unsqueeze(-3)
@@ -237,7 +239,7 @@ class ContextAttention:
 
     def _places(self, first: int, columns: int) -> Tensor:
         """Positions in the sequence of this rank's tokens of blocks `first` and so many: [n]."""
-        step, device = self.step, self.step.lengths.device
+        step, device = self.step, self.device
         block = torch.arange(first, first + columns, device=device).unsqueeze(1) * step.block
         return (block + step.begin + torch.arange(step.part, device=device)).view(-1)
 
@@ -250,7 +252,7 @@ class ContextAttention:
         """Queries [R, K, G, 1, D] of the rows that decode."""
         step = self.step
         return attend_rows(
-            asked, rows_of, step.tables, step.lengths.unsqueeze(1), options,
+            asked, rows_of, self._tables, self._lengths.unsqueeze(1), options,
             places=self._places, columns=max(1, _PIECE // step.part),
         )  # fmt: skip
 
@@ -260,7 +262,7 @@ class ContextAttention:
         """First token and tokens of each chunk, and its pieces: blocks, and what each query does
         not see of them [c, n]."""
         step = self.step
-        device = step.lengths.device
+        device = self.device
         columns = max(1, _PIECE // step.part)
         for chunk in step.step.chunks:
             blocks = chunk.blocks.to(device)

@@ -190,9 +190,8 @@ class StageRunner:
 
     def _over_context_ranks(self) -> None:
         """Raise for what does not go over context ranks."""
-        ranks = self.context.size
         self.states.over_ranks()
-        if self.block_size % ranks:
+        if self.block_size % (ranks := self.context.size):
             raise OptionError(
                 f"blocks of {self.block_size} tokens do not divide over cp {ranks}",
                 hint=f"--block-size {ranks * max(1, self.block_size // ranks)}",
@@ -244,8 +243,8 @@ class StageRunner:
     def graphs_json(self) -> dict[str, Any]:
         """Sizes of the captured decode steps, and why there are none, as plain data."""
         if self.graphs is None:
-            reason = "a CPU has no graphs" if self.device.type == "cpu" else _CONTEXT
-            return {"sizes": [], "reason": reason}
+            on_cpu = self.device.type == "cpu"
+            return {"sizes": [], "reason": "a CPU has no graphs" if on_cpu else _CONTEXT}
         return {"sizes": self.graphs.captured, "reason": self.graphs.reason}
 
     @property
@@ -361,10 +360,10 @@ class StageRunner:
             return self._forward(unplaced(1, 0, self.block_size), hidden, LayerProbe())
         if self.choice is not None:
             return self._run_on_device(plan, hidden)
+        if self.context.size > 1:
+            return self._run_part(plan, hidden)
         self.tables.apply(plan)
         step = indices(plan, self.tables, self.block_size)
-        if self.context.size > 1:
-            return self._run_part(plan, step, hidden)
         if self.threads > 1:
             torch.set_num_threads(self._threads_of(step.num_tokens))
         attention = CpuAttention(self.cache, step, self._kernels)
@@ -378,19 +377,24 @@ class StageRunner:
         """Tokens of a plan that this rank computes."""
         return local_tokens(len(plan.tokens), self.context.size)
 
-    def _run_part(self, plan: StepPlan, step: StepIndices, hidden: Tensor | None) -> Tensor:
+    def context_step(self, plan: StepPlan) -> ContextStep:
+        """What of a plan is this context rank's, found on the host."""
+        self.tables.apply(plan)
+        return ContextStep.of(indices(plan, self.tables, self.block_size), self.context)
+
+    def _run_part(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
         """A context rank's part of a step; on the last stage the logits of all of it."""
         assert self.cache is not None
         context, recorder = self.context, self.mesh.recorder
-        mine = ContextStep.of(step, context, self.device)
-        attention = ContextAttention(self.cache, mine, context, recorder)
+        mine = self.context_step(plan)
+        attention = ContextAttention(self.cache, mine, context, recorder, self.device)
         states = self.states.begin_over(plan, context, recorder)
-        output = self._forward(mine.local(), hidden, attention, states)
+        output = self._forward(mine.local, hidden, attention, states)
         if states is not None:
             self.states.end(states)
         if not self.stage.is_last or not mine.split:
             return output
-        return all_gather(output, context, recorder, sizes=mine.wanted_counts(context.size))
+        return all_gather(output, context, recorder, sizes=mine.counts)
 
     def _run_on_device(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
         tables = self._device_tables
