@@ -221,7 +221,8 @@ class ServingRehearsal:
             "largest": {"tokens": options.max_num_batched_tokens, "host_reads": sum(waits)},
             "graphs": {
                 "sizes": graphs.sizes if graphs is not None and graphs.captured else [],
-                "reason": capture.reason or runner.graphs_json()["reason"],
+                "reason": capture.reason
+                or (runner.graphs_json()["reason"] if graphs is None else graphs.reason),
                 "launches": capture.kernels,
                 "collectives": capture.collectives,
             },
