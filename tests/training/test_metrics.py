@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import types
 from typing import Any
 
 import pytest
@@ -105,3 +106,20 @@ def test_a_resume_on_a_full_disk_keeps_the_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("hocket.training.metrics.write_text", full)
     TrainingMetrics(path, done=2).close()
     assert rows(path) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.torch
+def test_a_record_that_cannot_be_written_is_a_note(tmp_path, monkeypatch) -> None:
+    """As memory.json, timeline.json and communication.json: training continues without it."""
+    from hocket.training import timeline
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said: list[dict[str, Any]] = []
+    context: Any = types.SimpleNamespace(emit=said.append)
+    monkeypatch.setattr("hocket.training.timeline.write_text", full)
+    timeline.write_record(context, tmp_path / "memory.json", "[]")
+    (event,) = said
+    assert "memory.json: No space left on device; training continues" in event["text"]
+    assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ import torch
 from hocket.models.rows import one_sequence_each, packed_rows
 from hocket.runtime.lora import TrainedParameters
 from hocket.spec.errors import HocketError, TrainingError
-from hocket.spec.run import RunFolder, write_text
+from hocket.spec.run import RunFolder
 from hocket.spec.units import parse_bytes
 from hocket.training import attention_file, stop_bound, timeline, trackers
 from hocket.training.adapter import adapter_of_ranks
@@ -421,7 +421,7 @@ class Loop:
             rows = timeline.gather_values(self.context, "memory", memory.to_json())
         if rows is not None:
             self.memory_bytes = [row["total"] for row in rows]
-            write_text(self.folder.memory_file, json.dumps(rows))
+            timeline.write_record(self.context, self.folder.memory_file, json.dumps(rows))
             self.context.emit({"event": "memory", "ranks": rows})
 
     # --- checkpoints -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.runtime.collectives import barrier
@@ -64,6 +65,16 @@ def gather_values(context: RankContext, name: str, value: Any) -> list[Any] | No
     return [value, *(json.loads(store.get(f"{key}/{rank}")) for rank in others)]
 
 
+def write_record(context: RankContext, path: Path, text: str) -> None:
+    """Write what is recorded of a run and read by no rank. Where that fails, as on a full disk, a
+    note gives the reason, and training continues."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        reason = error.strerror or error
+        context.emit({"event": "note", "text": f"{path}: {reason}; training continues without it"})
+
+
 def write_timeline(
     folder: RunFolder,
     context: RankContext,
@@ -90,15 +101,15 @@ def write_timeline(
         file = folder.later_file
         steps = json.loads(file.read_text()) if file.exists() else []
         steps.append({"step": step, "timeline": json.loads(timeline.to_json())})
-        write_text(file, json.dumps(steps))
+        write_record(context, file, json.dumps(steps))
         return timeline
     folder.later_file.unlink(missing_ok=True)  # of an earlier start
-    write_text(folder.timeline_file, timeline.to_json())
+    write_record(context, folder.timeline_file, timeline.to_json())
     communication = {
         "step": step,
         "layout": str(mesh.layout),
         "ranks": [row["collectives"] for row in rows],
         "total": total(row["collectives"] for row in rows),
     }
-    write_text(folder.communication_file, json.dumps(communication, indent=1))
+    write_record(context, folder.communication_file, json.dumps(communication, indent=1))
     return timeline
