@@ -64,7 +64,9 @@ def fake_step(
     return _outcome(place, [found])
 
 
-def fake_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
+def fake_layout(
+    place: Place, *, layout: str, attention: str = "auto", dispatch: str = "direct"
+) -> CheckOutcome:
     """A training step of every rank of a layout (equal ranks once), and whether it ends under
     NCCL's rules."""
     from hocket.doctor.model import spec
@@ -73,7 +75,7 @@ def fake_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckO
     rows = check_options("", layout, "")["global_batch"]
     job = spec(
         model_of(layout), layout=layout, dtype="bf16", rows=rows, device="cuda",
-        context_parallel=attention,
+        context_parallel=attention, expert_dispatch=dispatch,
     )  # fmt: skip
     return _outcome(place, _played(place, job))
 

@@ -61,6 +61,7 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "ep2-pp2": ("dp2.pp2.ep2:microbatches=2", ""),
     "ep2-zero1": ("dp4.ep2:zero=1", ""),
     "ep4": ("dp2.tp2.ep4.etp1", ""),
+    "ep4-nodes": ("dp4.ep4", "tokens sent once to each node of two GPUs"),
     "dp8": ("dp8:zero=1", ""),
     "tp8": ("tp8", "key/value heads are replicated"),
 }
@@ -70,7 +71,11 @@ at every depth is executed by the `pipeline` rows, in one world for each depth."
 DEEP: dict[str, Any] = {**BASE, "num_hidden_layers": 8, "num_attention_heads": 8}
 """The Llama of layouts: eight layers and heads, so that eight ranks can share them."""
 
-_MORE = {"cp2": {"attention": "ring"}, "cp2-ulysses": {"attention": "ulysses"}}
+_MORE = {
+    "cp2": {"attention": "ring"},
+    "cp2-ulysses": {"attention": "ulysses"},
+    "ep4-nodes": {"dispatch": "node:2"},
+}
 """Name of a layout to what its job is asked besides."""
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -146,7 +151,9 @@ def model_of(layout: str) -> dict[str, Any]:
     return DEEP if _size(layout) > 4 else BASE
 
 
-def compare_layout(place: Place, *, layout: str, attention: str = "auto") -> CheckOutcome:
+def compare_layout(
+    place: Place, *, layout: str, attention: str = "auto", dispatch: str = "auto"
+) -> CheckOutcome:
     """Ranks of a layout, compared with one process."""
     import tempfile
     from pathlib import Path
@@ -158,7 +165,11 @@ def compare_layout(place: Place, *, layout: str, attention: str = "auto") -> Che
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:
         config = FAMILIES["mixtral"] if ".ep" in layout else DEEP
         saved_model(Place("cpu"), config, Path(folder))
-        options = {**check_options(folder, layout, place.kind), "context_parallel": attention}
+        options = {
+            **check_options(folder, layout, place.kind),
+            "context_parallel": attention,
+            "expert_dispatch": dispatch,
+        }
         report = check_layout(request(options))
     place.failures += report.failures[:3]
     return place.outcome(
