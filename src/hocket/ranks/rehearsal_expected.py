@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from hocket.spec.errors import HocketError
@@ -30,9 +31,9 @@ def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
     job, board = RunSpec.from_json(spec), Schedule.parse(schedule)
     reasons: dict[str, str] = {}
 
-    def tried(name: str, function: Any) -> Any:
+    def tried(name: str, function: Callable[[], Any]) -> Any:
         try:
-            return function(job, board, ranks)
+            return function()
         except HocketError as error:
             reasons[name] = error.message
         # The ranks' traces must survive a failed prediction: for a family that the models of memory
@@ -41,7 +42,8 @@ def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
             reasons[name] = traceback.format_exc(limit=-1).strip().splitlines()[-1]
         return None
 
-    collectives, memory = tried("collectives", _collectives), tried("memory", _memory)
+    collectives = tried("collectives", lambda: _collectives(job, board, ranks))
+    memory = tried("memory", lambda: _memory(job, board))
     return {"collectives": collectives, "memory": memory, "reasons": reasons}
 
 
