@@ -113,7 +113,7 @@ def test_what_cannot_be_printed_is_rejected(capsys: pytest.CaptureFixture[str]) 
     [
         ("llama-3-8b", "tp3", "32 heads do not divide over tp 3"),
         ("llama-3-8b", "pp33", "32 layers cannot be cut into 33 stages"),
-        ("llama-3-8b", "dp2.ep2", "no experts to divide over ep 2"),
+        ("llama-3-8b", "dp2.ep2", "no experts to divide over ranks"),
         ("llama-3-8b", "dp4:zero=3,shard=2", ""),
         ("llama-3-8b", "dp2.cp2.tp2:microbatches=4,zero=1", ""),
         ("qwen3-30b-a3b", "dp8.tp4.ep8.etp2", ""),
