@@ -66,10 +66,15 @@ class Routes:
 
     def expert_ids(self) -> Tensor:
         """[R] int64, number among this rank's experts of each row that arrives."""
-        ranks, count = self.arriving.shape
-        own = torch.arange(count, device=self.arriving.device).repeat(ranks)
-        rows = sum(self.received)
-        return torch.repeat_interleave(own, self.arriving.reshape(-1), output_size=rows)
+        return experts_of_rows(self.arriving, sum(self.received))
+
+
+def experts_of_rows(arriving: Tensor, rows: int) -> Tensor:
+    """[rows] int64, number among this rank's experts of each row, of `arriving` [ranks, E] rows of
+    each rank for each of them: rows come rank after rank, sorted by expert."""
+    ranks, count = arriving.shape
+    own = torch.arange(count, device=arriving.device).repeat(ranks)
+    return torch.repeat_interleave(own, arriving.reshape(-1), output_size=rows)
 
 
 @torch.no_grad()

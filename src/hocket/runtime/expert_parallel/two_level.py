@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hocket.runtime.collectives import all_to_all
-from hocket.runtime.expert_parallel.dispatch import OTHER_CHOICE, OnHost
+from hocket.runtime.expert_parallel.dispatch import OTHER_CHOICE, OnHost, experts_of_rows
 from hocket.runtime.mesh import Axis
 from hocket.runtime.recompute import found_once
 from hocket.runtime.record import Recorder
@@ -126,10 +126,7 @@ class NodeRoutes:
 
     def expert_ids(self) -> Tensor:
         """[P] int64, number among this rank's experts of each row that arrives."""
-        ranks, count = self.arriving.shape
-        own = torch.arange(count, device=self.arriving.device).repeat(ranks)
-        rows = sum(self.inside.received)
-        return torch.repeat_interleave(own, self.arriving.reshape(-1), output_size=rows)
+        return experts_of_rows(self.arriving, sum(self.inside.received))
 
 
 @torch.no_grad()
