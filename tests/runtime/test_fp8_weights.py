@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hocket.models import skeleton
 from hocket.models.plans import plan_for
+from hocket.models.rounded import rounded_to_e4m3
 from hocket.runtime.fp8_experts import MULTIPLE, StackedWeight
 from hocket.runtime.fp8_weights import store_in_fp8
 from hocket.runtime.mesh import Mesh
@@ -52,23 +53,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
 experts and latent attention."""
 
 
-def rounded(values: Tensor) -> Tensor:
-    """To e4m3 by the definition of the format: four significant bits, exponents from -6; each row
-    by its own largest entry (Micikevicius et al. 2022, table 1)."""
-    scale = values.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    scaled = (values.float() / scale).double()  # as the format's users do; ties would differ
-    exponent = scaled.abs().clamp(min=2.0**-30).log2().floor().clamp(min=-6)
-    unit = 2.0 ** (exponent - 3)
-    return (scaled / unit).round() * unit * scale
-
-
 class Rounding(nn.Module):
     """A linear layer whose weight and inputs are rounded so, summed in fp64."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         weight = layer.weight.detach()
-        self.weight = rounded(weight if isinstance(layer, nn.Linear) else weight.t())  # GPT-2's
+        self.weight = rounded_to_e4m3(
+            weight if isinstance(layer, nn.Linear) else weight.t()
+        )  # GPT-2's
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +77,7 @@ class RoundingExperts(nn.Module):
         self.experts = experts
         turned = experts.is_transposed
         self.up, self.down = (
-            rounded(w.detach().transpose(1, 2) if turned else w.detach())
+            rounded_to_e4m3(w.detach().transpose(1, 2) if turned else w.detach())
             for w in (experts.gate_up_proj, experts.down_proj)
         )
 
@@ -106,7 +99,7 @@ class RoundingExperts(nn.Module):
 
 def multiplied(x: Tensor, weight: Tensor) -> Tensor:
     """`x` [S, in] times a rounded `weight` [out, in]."""
-    return (rounded(x) @ weight.t()).to(torch.bfloat16)
+    return (rounded_to_e4m3(x) @ weight.t()).to(torch.bfloat16)
 
 
 def plain_of(family: str) -> Any:
@@ -161,7 +154,7 @@ def test_rows_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
     few, scale = quantize_rows(x)
     assert (few.dtype, few.shape, scale.shape) == (torch.float8_e4m3fn, x.shape, (40, 1))
     found = few.double() * scale
-    assert torch.equal(found, rounded(x))
+    assert torch.equal(found, rounded_to_e4m3(x))
     assert not found[3].any()
     assert torch.equal(few.float().abs().amax(-1)[:3], torch.full((3,), LARGEST))
 
@@ -224,7 +217,7 @@ def test_experts_compute_what_rounding_ones_of_plain_transformers_compute(
         own = plain.get_submodule(parent)
         weight = own._parameters[last].detach()
         kept = stage.module.get_submodule(parent)._parameters[last]
-        known[kept.untyped_storage().data_ptr()] = rounded(
+        known[kept.untyped_storage().data_ptr()] = rounded_to_e4m3(
             weight.transpose(1, 2) if own.is_transposed else weight
         )
     given, errors = StackedWeight.grouped_product, []

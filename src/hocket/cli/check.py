@@ -69,6 +69,9 @@ class Check:
             --matrix: one object per model type.
         serve: check serving: whole and chunked prefill, decode, batching, prefix reuse, preemption
             and a restart, compared with plain transformers.
+        quantization: with --serve: check weights and rows of matmuls in 8 bits, emulated on a CPU,
+            compared with plain transformers that rounds both by the format's definition. One of:
+            fp8.
         matrix: check a tiny model of every type that transformers has, at every kind of layout.
         quick: with --matrix: two layouts that cover every axis.
         types: with --matrix: only these model types; TYPE+ is its second configuration, with
@@ -101,6 +104,7 @@ class Check:
     trust_remote_code: bool = False
     json: bool = False
     serve: bool = False
+    quantization: str | None = None
     matrix: bool = False
     quick: bool = False
     types: Types = ()
@@ -120,6 +124,11 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
+    if flags.quantization is not None:
+        raise OptionError(
+            "--quantization is an option of servers",
+            hint=f"hocket check {flags.model} --serve --quantization fp8",
+        )
     if not {"layout", *TERMS} & set(said):
         raise OptionError(
             "check compares a layout with one process, and no layout was given",
@@ -192,9 +201,19 @@ def served_lines(report: ServedCheck) -> list[str]:
             f"{numbers}{'' if one.ok else '  DIFFERENT'}"
         )
         found += [f"  note: {one.note}"] if one.note else []
+    if report.eight_bits:
+        found += [
+            "",
+            f"in 8 bits: median difference of all positions {report.median:.1e} "
+            f"({report.median_limit:.1e}); 8 bits change a log-probability by up to "
+            f"{report.eight_bits:.1e}",
+        ]
     found.append("")
     if report.ok:
-        return [*found, f"equal: a server of {report.layout} answers as plain transformers does"]
+        whose = " that rounds to 8 bits" if report.eight_bits else ""
+        return [
+            *found, f"equal: a server of {report.layout} answers as plain transformers{whose} does"
+        ]  # fmt: skip
     return [*found, "NOT equal:", *report.failures]
 
 

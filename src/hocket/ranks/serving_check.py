@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError
-from hocket.spec.served_check import COMPARISONS, ServedCheck, ServedComparison, equal_limit
+from hocket.spec.served_check import (
+    COMPARISONS,
+    NOISE,
+    ServedCheck,
+    ServedComparison,
+    equal_limit,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,12 +102,14 @@ def compare_answers(context: RankContext, payload: dict[str, Any]) -> None:
     """Compare answers with plain transformers.
 
     Payload: `folder` of the model, `trust_remote_code`, `answers`: a file of {layout: a list of
-    answers} (`jobs.serving.check`), `generate`: compare with `generate` too. Emits `{"event":
-    "compared", "layout", "report"}` for each layout, or `{"event": "compared", "crashed": why}`.
+    answers} (`jobs.serving.check`), `generate`: compare with `generate` too, `columns`: of weights
+    in 8 bits (`ranks.eight_bits`), or None. Emits `{"event": "compared", "layout", "report"}` for
+    each layout, or `{"event": "compared", "crashed": why}`.
     """
     served = json.loads(Path(payload["answers"]).read_text())
     try:
-        reference = _Reference(payload["folder"], payload["trust_remote_code"])
+        kind = _Reference if payload.get("columns") is None else _EightBitReference
+        reference = kind(payload["folder"], payload["trust_remote_code"], payload.get("columns"))
         reports = reference.reports(served, generate=payload["generate"])
     except Exception as error:  # of transformers itself: there is nothing to compare with
         context.emit({"event": "compared", "crashed": f"{type(error).__name__}: {error}"})
@@ -113,7 +121,9 @@ def compare_answers(context: RankContext, payload: dict[str, Any]) -> None:
 class _Reference:
     """The plain model, and the log-probabilities of sequences that it was asked for."""
 
-    def __init__(self, folder: str, trust_remote_code: bool) -> None:
+    eight_bits = 0.0
+
+    def __init__(self, folder: str, trust_remote_code: bool, columns: Any = None) -> None:
         from hocket.models.plain import PlainModel
 
         self.model = PlainModel(folder, trust_remote_code=trust_remote_code)
@@ -123,10 +133,16 @@ class _Reference:
     def logprobs(self, tokens: tuple[int, ...]) -> Tensor:
         """[S, V] in fp64: at each position, of the token that follows."""
         if tokens not in self.known:
-            logits = self.model.logits(tokens)
+            logits = self._logits(tokens)
             self.scale = max(self.scale, float(logits.abs().max()))
             self.known[tokens] = logits.double().log_softmax(-1)
         return self.known[tokens]
+
+    def _logits(self, tokens: tuple[int, ...]) -> Tensor:
+        return self.model.logits(tokens)
+
+    def _generate(self, prompt: list[int], count: int) -> list[int]:
+        return self.model.generate(prompt, count)
 
     def rounding(self) -> float:
         """The largest difference of a log-probability from what the model computes in fp64; 0 where
@@ -163,7 +179,8 @@ class _Reference:
         made: dict[tuple[int, ...], list[int] | str],
         rounding: float = 0.0,
     ) -> ServedCheck:
-        rows = {name: _Row(name, equal_limit(self.scale, rounding)) for name in COMPARISONS}
+        limit = self.eight_bits or equal_limit(self.scale, rounding)
+        rows = {name: _Row(name, limit) for name in COMPARISONS}
         for answer in answers:
             whole = self.logprobs((*answer["prompt"], *answer["tokens"]))
             _answer(rows, answer, whole)
@@ -171,7 +188,12 @@ class _Reference:
             if answer["phase"] == "alone" and expected is not None:
                 _generated(rows["generate"], answer, whole, expected)
         found = tuple(row.comparison() for row in rows.values() if row.seen)
-        return ServedCheck(layout=layout, scale=self.scale, comparisons=found, rounding=rounding)
+        every = sorted(off for row in rows.values() for off in row.differences)
+        return ServedCheck(
+            layout=layout, scale=self.scale, comparisons=found, rounding=rounding,
+            eight_bits=self.eight_bits,
+            median=every[len(every) // 2] if self.eight_bits and every else 0.0,
+        )  # fmt: skip
 
     def _generated(self, answers: list[dict[str, Any]]) -> dict[tuple[int, ...], list[int] | str]:
         """What `generate` continues each prompt with, or why it fails: some classes have a forward
@@ -180,10 +202,53 @@ class _Reference:
         for answer in answers:
             prompt = answer["prompt"]
             try:
-                found[tuple(prompt)] = self.model.generate(prompt, answer["wanted"])
+                found[tuple(prompt)] = self._generate(prompt, answer["wanted"])
             except Exception as error:
                 found[tuple(prompt)] = f"{type(error).__name__}: {error}"
         return found
+
+
+class _EightBitReference(_Reference):
+    """The same, whose matmuls by some weights are those of 8-bit floats."""
+
+    def __init__(self, folder: str, trust_remote_code: bool, columns: Any = None) -> None:
+        from hocket.models.plain import PlainModel
+        from hocket.models.rounded import RoundedProducts
+
+        super().__init__(folder, trust_remote_code)
+        self.exact = PlainModel(folder, trust_remote_code=trust_remote_code)
+        self.rounded = RoundedProducts(self.model.multiplied_one_by_one(), columns)
+
+    def logprobs(self, tokens: tuple[int, ...]) -> Tensor:
+        if tokens not in self.known:
+            found = super().logprobs(tokens)
+            exact = self.exact.logits(tokens).double().log_softmax(-1)
+            self.eight_bits = max(self.eight_bits, float((exact - found).abs().max()))
+        return self.known[tokens]
+
+    def _logits(self, tokens: tuple[int, ...]) -> Tensor:
+        with self.rounded:
+            found = self.model.logits(tokens)
+        if self.rounded.missing:
+            raise ValueError(f"its code does not multiply by {min(self.rounded.missing)}")
+        return found
+
+    def _generate(self, prompt: list[int], count: int) -> list[int]:
+        with self.rounded:
+            return self.model.generate(prompt, count)
+
+    def rounding(self) -> float:
+        """The median difference of a position's log-probabilities when `NOISE` is added to what is
+        rounded."""
+        import torch
+
+        self.rounded.noise = NOISE
+        off = [
+            (self._logits(tokens).double().log_softmax(-1) - known).abs().amax(-1)
+            for tokens, known in self.known.items()
+        ]
+        self.rounded.noise = 0.0
+        return float(torch.cat(off).median())
 
 
 def _generated(row: _Row, answer: dict[str, Any], whole: Tensor, expected: list[int] | str) -> None:
@@ -210,7 +275,7 @@ class _Row:
     def __init__(self, name: str, limit: float) -> None:
         self.name, self.limit = name, limit
         self.positions = self.tokens = 0
-        self.difference = 0.0
+        self.differences: list[float] = []
         self.failure = self.note = ""
         self.seen = False
 
@@ -221,7 +286,7 @@ class _Row:
     def comparison(self) -> ServedComparison:
         return ServedComparison(
             name=self.name, positions=self.positions, tokens=self.tokens,
-            difference=self.difference, failure=self.failure, note=self.note,
+            difference=max(self.differences, default=0.0), failure=self.failure, note=self.note,
         )  # fmt: skip
 
     def position(self, where: str, entry: list[Any], expected: Tensor) -> None:
@@ -235,16 +300,18 @@ class _Row:
             (f"number {rank + 1} by likelihood, token {other}", value, want)
             for rank, ((other, value), want) in enumerate(zip(top, largest, strict=True))
         ]
+        largest_off = 0.0
         for what, value, want in pairs:
             off = abs(value - want)
             if not math.isfinite(off):
                 off = math.inf
-            self.difference = max(self.difference, off)
+            largest_off = max(largest_off, off)
             if off > self.limit:
                 self.fail(
                     f"{where}: the log-probability of {what} is {value:.6g}, transformers' is "
                     f"{want:.6g} (allowed: {self.limit:.1e})"
                 )
+        self.differences.append(largest_off)
 
 
 def _answer(rows: dict[str, _Row], answer: dict[str, Any], whole: Tensor) -> None:

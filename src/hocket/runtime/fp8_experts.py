@@ -3,6 +3,7 @@
     W_e  [E, out, in]  ->  e4m3 [E, out, in], and for each expert and output its largest entry / 448
     x    [S, in]       ->  e4m3, and for each row its largest entry / 448, in every step
     y = x W_e'         for the rows of expert e: grouped, summed in fp32, times both scales, in bf16
+                       (on a CPU in the dtype of x)
 
 transformers computes stacked experts in one place for every family (`grouped_mm_experts_forward`),
 which hands their weights to one function; it gets a `StackedWeight` here, in the place of a tensor,

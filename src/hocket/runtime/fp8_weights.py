@@ -2,7 +2,8 @@
 
     W  [out, in]  ->  e4m3 [out, in], and for each output its largest entry / 448, fp32
     x  [T, in]    ->  e4m3 [T, in], and for each row its largest entry / 448, fp32, in every step
-    y = x W'          multiplied in 8 bits, summed in fp32, times both scales, in bf16
+    y = x W'          multiplied in 8 bits, summed in fp32, times both scales, in bf16 (on a CPU,
+                      where the check of a server computes it, in the dtype of x)
 
 One scale a row and a column, as vLLM's online `fp8` has with dynamic activations (Micikevicius et
 al. 2022, FP8 formats for deep learning, section 3.1, has one a tensor). Linear layers inside the
@@ -23,7 +24,7 @@ from hocket.runtime.fp8_experts import can_be_stored, require_grouped, stacks_of
 from hocket.runtime.linear import block_linears, deferrable, is_transposed
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
-from hocket.runtime.triton.quantize_rows import quantize_rows
+from hocket.runtime.triton.quantize_rows import output_dtype, quantize_rows
 from hocket.spec.capabilities import MULTIPLE_OF_8_BITS as MULTIPLE
 from hocket.spec.capabilities import NOT_QUANTIZED
 from hocket.spec.errors import ModelError
@@ -42,11 +43,11 @@ class Fp8Product:
         self.scale = scale
 
     def __call__(self, x: Tensor, weight_t: Tensor) -> Tensor:
-        """`x` [..., in] times `weight_t` [in, out], a view of one stored as [out, in]; in bf16."""
+        """`x` [..., in] times `weight_t` [in, out], a view of one stored as [out, in]."""
         rows = torch.nn.functional.ScalingType.RowWise
         few, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
         y: Tensor = torch.nn.functional.scaled_mm(
-            few, weight_t, scale, rows, self.scale, rows, output_dtype=torch.bfloat16
+            few, weight_t, scale, rows, self.scale, rows, output_dtype=output_dtype(x)
         )
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
@@ -66,27 +67,43 @@ def store_in_fp8(parallel: Parallel, fills: Iterable[Fill] = ()) -> list[str]:
         ModelError: there is none, or the model's own code multiplies its experts.
     """
     given, done = list(fills), []
-    for index, stage in enumerate(parallel.stages):
-        for name, layer in _layers(parallel, stage):
-            if given:
-                given[index]([f"{name}.weight"])
-            _store(layer)
+    for index, name in eight_bit_weights(parallel):
+        parent, _, own = name.rpartition(".")
+        if given:
+            given[index]([name])
+        module: Any = parallel.stages[index].module.get_submodule(parent)
+        if module._parameters[own].ndim == 3:
+            store_experts(module, [own])
             done.append(name)
+        else:
+            _store(module)
+            done.append(parent)
+    return done
+
+
+def eight_bit_weights(parallel: Parallel) -> list[tuple[int, str]]:
+    """Number of a rank's stage and name of each weight that `store_in_fp8` stores in 8 bits.
+
+    Raises:
+        ModelError: as of `store_in_fp8`.
+    """
+    found = []
+    for index, stage in enumerate(parallel.stages):
+        found += [(index, f"{name}.weight") for name in _layers(parallel, stage)]
         for name, experts in _experts(parallel, stage):
             require_grouped(experts)
-            for own in stacks_of(experts):
-                if can_be_stored(experts._parameters[own]):
-                    if given:
-                        given[index]([f"{name}.{own}"])
-                    store_experts(experts, [own])
-                    done.append(f"{name}.{own}")
-    if not done:
+            found += [
+                (index, f"{name}.{own}")
+                for own in stacks_of(experts)
+                if can_be_stored(experts._parameters[own])
+            ]
+    if not found:
         raise ModelError(
             "the blocks of this model have no linear layer whose sides are multiples of "
             f"{MULTIPLE} on this rank, which is what --quantization fp8 stores in 8 bits",
             hint="leave --quantization out",
         )
-    return done
+    return found
 
 
 def product_of(layers: Iterable[Any]) -> Fp8Product | None:
@@ -96,14 +113,14 @@ def product_of(layers: Iterable[Any]) -> Fp8Product | None:
     return Fp8Product(torch.cat(own, dim=1)) if own and len(own) == len(products) else None
 
 
-def _layers(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:
-    """The linear layers of a stage's blocks that are stored in 8 bits, by name."""
+def _layers(parallel: Parallel, stage: Stage) -> Iterator[str]:
+    """Names of the linear layers of a stage's blocks that are stored in 8 bits."""
     if parallel.plan.stages is None:
         return
     for name, layer in block_linears(stage.module, parallel.plan.stages.layers):
         kept = name.rpartition(".")[2] in NOT_QUANTIZED
         if not kept and not any(size % MULTIPLE for size in layer.weight.shape):
-            yield name, layer
+            yield name
 
 
 def _experts(parallel: Parallel, stage: Stage) -> Iterator[tuple[str, Any]]:

@@ -228,6 +228,7 @@ def build_model(
         for stage in parallel.stages:
             multiply_in_fp8(stage.module, plan.stages)
     if spec.serving is not None and spec.serving.quantization is not None:
+        group_experts()
         store_in_fp8(parallel, [each.fill for each in weights])
     parallel.finish([each.fill for each in weights])
     for each in weights:

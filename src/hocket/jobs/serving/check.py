@@ -84,8 +84,8 @@ def served_check(
 
     Args:
         values: `model`, `layout`, and options of `hocket serve` that change what is computed:
-            `backend`, `threads`, `device`, `attention`, `seed`, `trust_remote_code`. A model
-            without weights gets random ones.
+            `backend`, `threads`, `device`, `attention`, `seed`, `trust_remote_code`,
+            `quantization`. A model without weights gets random ones.
         on_event: called with `{"event": "phase", "name"}`.
 
     Raises:
@@ -96,6 +96,7 @@ def served_check(
     from hocket.jobs.proxy import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
+    from hocket.jobs.serving.eight_bits import columns_in_8_bits, emulated_on_cpu
     from hocket.launch import joined_context
     from hocket.models.source import resolve_model
 
@@ -104,12 +105,15 @@ def served_check(
             "check starts its own ranks; it was started as one of another launcher's",
             hint="run it without torchrun",
         )
-    wanted = request(values)
+    few = values.get("quantization")
+    wanted = request({name: value for name, value in values.items() if name != "quantization"})
     if wanted.workload.dtype != "fp32":
         raise OptionError(
             f"dtype is {wanted.workload.dtype}; equality is checked in fp32", hint="--dtype fp32"
         )
     options = wanted.options
+    if few is not None:
+        options = emulated_on_cpu(few, options)
     device_kind(options)
     source = resolve_model(wanted.model, trust_remote_code=options.trust_remote_code)
     layout = serve_request.legal_server_layout(source, wanted.layout, "cpu")
@@ -125,6 +129,7 @@ def served_check(
         say("checking that the architecture can be split")
         replica = replica_layout(layout)
         require_equal(launcher, source, replica, attention=options.attention, loss=False)
+        columns = None if few is None else columns_in_8_bits(launcher, source, replica)
         directory, longest = source.directory, longest_of(replica)
         if source.weights is None or directory is None:
             say("random weights")
@@ -138,13 +143,13 @@ def served_check(
         answers = answers_of(
             launcher, directory, wanted.layout, checked_sizes(source, longest,
             launcher.device_kind),
-            restart=True, attention=options.attention,
+            restart=True, emulated=few is not None, attention=options.attention, quantization=few,
             trust_remote_code=options.trust_remote_code, **shared,
         )  # fmt: skip
         say("plain transformers")
         (report,) = layout_reports(
             launcher, directory, {str(wanted.layout): answers}, Path(folder), generate=True,
-            trust_remote_code=options.trust_remote_code,
+            columns=columns, trust_remote_code=options.trust_remote_code,
         ).values()  # fmt: skip
     return report
 
@@ -291,9 +296,12 @@ def answers_of(
     size: CheckedSizes,
     *,
     restart: bool = False,
+    emulated: bool = False,
     **options: Any,
 ) -> list[Answer]:
     """The answers of a server of these sizes, and of its first prompts once it was started again.
+
+    `emulated`: what a GPU multiplies in 8 bits is multiplied so on a CPU.
 
     Raises:
         HocketError: the server cannot be started, with what its ranks said.
@@ -306,7 +314,8 @@ def answers_of(
             "model": str(directory), "layout": layout, "tokenizer": "bytes", "timeout": 120.0,
             "max_model_len": size.longest, "max_num_batched_tokens": size.budget, "max_num_seqs":
             ROWS, "block_size": size.block_size, "num_blocks": size.num_blocks, **options,
-        }
+        },
+        emulated=emulated,
     )  # fmt: skip
     with LLM.of(server, launcher, proxy_check=False) as llm:
         found = _answers(llm, size)
@@ -324,9 +333,12 @@ def layout_reports(
     folder: Path,
     *,
     generate: bool = False,
+    columns: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, ServedCheck]:
     """The report of each layout, from its answers and one run of plain transformers.
+
+    `columns`: of the weights in 8 bits (`ranks.eight_bits`).
 
     Raises:
         ModelError: plain transformers fails on the model.
@@ -336,7 +348,7 @@ def layout_reports(
     heard: list[Event] = []
     payload = {
         "folder": str(directory), "answers": str(file), "generate": generate,
-        "trust_remote_code": trust_remote_code,
+        "columns": columns, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     launcher.run(
         f"{REFERENCE}:compare_answers", 1, payload, heard.append,

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import defaults, precision
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving import context
+from hocket.jobs.serving.eight_bits import require_known
 from hocket.jobs.serving.joined import joined_world
 from hocket.spec import renamed
-from hocket.spec.capabilities import QUANTIZED, absent
-from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
+from hocket.spec.capabilities import absent
+from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 from hocket.spec.serving import BLOCK_SIZE, ServeOptions, replica_layout
@@ -120,8 +121,10 @@ class PreparedServer:
         return {"directory": directory, "ends": list(self.stop)}
 
 
-def server(values: Mapping[str, Any]) -> PreparedServer:
+def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServer:
     """Read options by name, as flags and keywords have them; a value of None is absent.
+
+    `emulated`: a CPU may multiply in 8 bits, in fp32: slow, for checks.
 
     Raises:
         HocketError: the first thing that cannot be, with the numbers and what would do.
@@ -142,9 +145,10 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     precision.reject_served_dtype(wanted.workload)
     device = precision.device_kind(wanted.options)
     _threads(wanted, device)
-    precision.reject_quantization(
-        options.quantization, cuda=device == "cuda", dtype=wanted.workload.dtype
-    )
+    if not emulated:
+        precision.reject_quantization(
+            options.quantization, cuda=device == "cuda", dtype=wanted.workload.dtype
+        )
     trusted = wanted.options.trust_remote_code
     source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
     layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
@@ -308,9 +312,8 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
             f"generation_config is {options.generation_config!r}; it is {AUTO} or {NONE}",
             hint=f"--generation-config {NONE}",
         )
-    if options.quantization not in (None, *QUANTIZED):
-        message, hint = unknown("quantization", str(options.quantization), QUANTIZED)
-        raise OptionError(message, hint=f"--quantization fp8; {hint}" if hint else None)
+    if options.quantization is not None:
+        require_known(options.quantization)
     if options.served_model_name is not None and not options.served_model_name.strip():
         raise OptionError(
             f"served_model_name is {options.served_model_name!r}; clients need a name to ask for",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket.jobs import lock, prepare
+from hocket.jobs.serving.eight_bits import columns_in_8_bits
 from hocket.jobs.serving.request import PreparedServer
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder
@@ -173,13 +174,16 @@ class Launchers:
 
 
 def require_split(launcher: Launcher, server: PreparedServer) -> None:
-    """Refuse an architecture that would compute something else when it is split, or served."""
+    """Refuse an architecture that would compute something else when it is split, or served, or
+    that has nothing to store as the server is asked to."""
     from hocket.jobs.proxy import require_equal
 
     attention = server.request.options.attention
     require_equal(
         launcher, server.source, server.replica, attention=attention, loss=False, pages=True
     )
+    if server.options.quantization is not None:
+        columns_in_8_bits(launcher, server.source, server.replica)
 
 
 def kernels_remark(server: PreparedServer) -> str | None:

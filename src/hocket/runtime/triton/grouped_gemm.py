@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.runtime.triton.quantize_rows import output_dtype
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 E4M3 = torch.float8_e4m3fn
@@ -153,7 +155,7 @@ def scaled_grouped_mm(
         offsets: [E] int32, as of `grouped_mm`. Rows behind the last one are undefined.
 
     Returns:
-        [S, N] bfloat16, summed in float32.
+        [S, N] bfloat16, summed in float32; on a CPU float32.
     """
     ops: Any = torch.ops
     if x.is_cuda and torch_has_scaled_kernel(torch.cuda.get_device_capability(x.device)):
@@ -168,13 +170,13 @@ def scaled_grouped_mm(
 def _scaled_by_loop(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, offsets: Tensor
 ) -> Tensor:
-    out = x.new_zeros(x.shape[0], weight.shape[2], dtype=torch.bfloat16)
+    out = x.new_zeros(x.shape[0], weight.shape[2], dtype=torch.float32)
     kind, begin = torch.nn.functional.ScalingType.RowWise, 0
     for group, end in enumerate(offsets.tolist()):
         if end > begin:
             rows, columns = x_scale[begin:end, None], weight_scale[group][None]
             out[begin:end] = torch.nn.functional.scaled_mm(
-                x[begin:end], weight[group], rows, kind, columns, kind, output_dtype=torch.bfloat16
+                x[begin:end], weight[group], rows, kind, columns, kind, output_dtype=torch.float32
             )
         begin = end
     return out
@@ -188,7 +190,7 @@ def _scaled_by_triton(
 
 
 def _fake_scaled(x: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2], dtype=torch.bfloat16)
+    return x.new_empty(x.shape[0], weight.shape[2], dtype=output_dtype(x))
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

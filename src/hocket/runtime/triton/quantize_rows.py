@@ -60,6 +60,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Of a matmul of quantized rows: GPUs have kernels for one, a CPU's sums are kept as they
+    are."""
+    return torch.bfloat16 if x.is_cuda else torch.float32
+
+
 def quantized_by_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by PyTorch's operations."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
