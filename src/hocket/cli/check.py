@@ -70,7 +70,7 @@ class Check:
         serve: check serving: whole and chunked prefill, decode, batching, prefix reuse, preemption
             and a restart, compared with plain transformers.
         quantization: with --serve: check weights and rows of matmuls in 8 bits, emulated on a CPU,
-            compared with plain transformers that rounds both by the format's definition. One of:
+            compared with plain transformers that quantizes both by the format's definition. One of:
             fp8.
         matrix: check a tiny model of every type that transformers has, at every kind of layout.
         quick: with --matrix: two layouts that cover every axis.
@@ -210,7 +210,7 @@ def served_lines(report: ServedCheck) -> list[str]:
         ]
     found.append("")
     if report.ok:
-        whose = " that rounds to 8 bits" if report.eight_bits else ""
+        whose = " that quantizes to 8 bits" if report.eight_bits else ""
         return [
             *found, f"equal: a server of {report.layout} answers as plain transformers{whose} does"
         ]  # fmt: skip
