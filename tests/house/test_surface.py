@@ -71,7 +71,7 @@ FLAGS = {
         "lora_alpha", "lora_targets", "quantize_base", "optimizer", "attention", "context_parallel",
         "expert_dispatch",
         "device", "backend",
-        "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
+        "threads", "trust_remote_code", "json", "serve", "quantization", "matrix", "quick", "types", "layouts",
         *LAYOUT,
     },
     "chaos": {"model", "layout", "seed", "faults", "kinds", "json"},

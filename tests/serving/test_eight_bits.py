@@ -13,7 +13,7 @@ import pytest
 from hocket.cli import check as cli
 from hocket.jobs.serving import check
 from hocket.jobs.serving import request as serve_request
-from hocket.jobs.serving.eight_bits import columns_in_8_bits
+from hocket.jobs.serving.eight_bits import require_eight_bits
 from hocket.jobs.serving.start import require_split
 from hocket.models.samples import sample_config
 from hocket.models.source import resolve_model
@@ -57,7 +57,7 @@ def test_experts_in_8_bits_answer_as_rounding_transformers(
     file.write_text(json.dumps(MIXTRAL))
     source = resolve_model(file)
     check.prepare_checked_model(lent, source, folder, proxy=False, seed=0)
-    columns = columns_in_8_bits(lent, source, Layout.parse(layout))
+    columns = require_eight_bits(lent, source, Layout.parse(layout))
     assert sum(".experts." in name for name in columns) == 2 * LLAMA["num_hidden_layers"]
     split = {name.split(".")[-2] for name, each in columns.items() if each}
     assert split == ({"o_proj", "experts"} if layout == "tp2" else set())

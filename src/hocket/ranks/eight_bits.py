@@ -60,7 +60,7 @@ def columns_in_8_bits(
     """
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build_skeleton
-    from hocket.runtime.fp8_weights import eight_bit_weights
+    from hocket.runtime.fp8_weights import weights_in_8_bits
     from hocket.runtime.linear import is_transposed
     from hocket.runtime.mesh import Mesh
     from hocket.runtime.parallelize import parallelize
@@ -74,7 +74,7 @@ def columns_in_8_bits(
     for rank in range(one.world_size):
         mesh = Mesh(one, rank, "meta", group_factory=lambda *_: None)
         parallel = parallelize(skeleton, one, plan, mesh=mesh)
-        names = [name for _, name in eight_bit_weights(parallel)]
+        names = [name for _, name in weights_in_8_bits(parallel)]
         if found and set(names) != set(found):
             other = min(set(names) ^ set(found))
             raise ModelError(

@@ -67,7 +67,7 @@ def store_in_fp8(parallel: Parallel, fills: Iterable[Fill] = ()) -> list[str]:
         ModelError: there is none, or the model's own code multiplies its experts.
     """
     given, done = list(fills), []
-    for index, name in eight_bit_weights(parallel):
+    for index, name in weights_in_8_bits(parallel):
         parent, _, own = name.rpartition(".")
         if given:
             given[index]([name])
@@ -81,7 +81,7 @@ def store_in_fp8(parallel: Parallel, fills: Iterable[Fill] = ()) -> list[str]:
     return done
 
 
-def eight_bit_weights(parallel: Parallel) -> list[tuple[int, str]]:
+def weights_in_8_bits(parallel: Parallel) -> list[tuple[int, str]]:
     """Number of a rank's stage and name of each weight that `store_in_fp8` stores in 8 bits.
 
     Raises:

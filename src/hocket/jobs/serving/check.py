@@ -96,7 +96,7 @@ def served_check(
     from hocket.jobs.proxy import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
-    from hocket.jobs.serving.eight_bits import columns_in_8_bits, emulated_on_cpu
+    from hocket.jobs.serving.eight_bits import emulated_on_cpu, require_eight_bits
     from hocket.launch import joined_context
     from hocket.models.source import resolve_model
 
@@ -129,7 +129,7 @@ def served_check(
         say("checking that the architecture can be split")
         replica = replica_layout(layout)
         require_equal(launcher, source, replica, attention=options.attention, loss=False)
-        columns = None if few is None else columns_in_8_bits(launcher, source, replica)
+        columns = None if few is None else require_eight_bits(launcher, source, replica)
         directory, longest = source.directory, longest_of(replica)
         if source.weights is None or directory is None:
             say("random weights")

@@ -37,7 +37,7 @@ def emulated_on_cpu(quantization: str, options: TrainOptions) -> TrainOptions:
     return dataclasses.replace(options, device="cpu")
 
 
-def columns_in_8_bits(
+def require_eight_bits(
     launcher: Launcher, source: ModelSource, layout: Layout
 ) -> dict[str, list[list[int]]]:
     """What the ranks of a replica store in 8 bits (`ranks.eight_bits`).

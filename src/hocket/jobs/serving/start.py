@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket.jobs import lock, prepare
-from hocket.jobs.serving.eight_bits import columns_in_8_bits
+from hocket.jobs.serving.eight_bits import require_eight_bits
 from hocket.jobs.serving.request import PreparedServer
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder
@@ -183,7 +183,7 @@ def require_split(launcher: Launcher, server: PreparedServer) -> None:
         launcher, server.source, server.replica, attention=attention, loss=False, pages=True
     )
     if server.options.quantization is not None:
-        columns_in_8_bits(launcher, server.source, server.replica)
+        require_eight_bits(launcher, server.source, server.replica)
 
 
 def kernels_remark(server: PreparedServer) -> str | None:
