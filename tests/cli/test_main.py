@@ -120,6 +120,18 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         (["train"], "--steps 3, or more data", None),
         (["train"], "--layout pp2 or --layout dp2", None),
         (["train"], "--resume to continue it", None),
+        (
+            ["train", "m", "--gradient-accumulation-steps", "2", "--global-batch", "7"],
+            "--microbatches 1",
+            "hocket train m --global-batch 7 --microbatches 1",
+        ),
+        (["train", "m", "--steps", "3", "--lr", "1"], "leave --steps out", "hocket train m --lr 1"),
+        (
+            ["train", "m", "--steps", "3", "--max-steps=4"],
+            "leave --max-steps out",
+            "hocket train m --steps 3",
+        ),
+        (["train", "m"], "leave --steps out", None),
     ],
 )
 def test_a_hint_of_flags_is_a_whole_command(
@@ -156,6 +168,9 @@ def test_errors_are_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[
     assert error["hint"] in err
 
 
+_DRY = "train tiny-llama --data README.md --seq-len 32 --global-batch 4 --dry-run".split()
+
+
 def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -164,6 +179,9 @@ def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
         ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "8", "--top", "0"],
         ["plan", "llama-3-8b", "--global-batch", "8"],
         ["links", "llama-3-8b", "--layout", "dp8"],
+        [*_DRY, "--global-batch", "3", "--gradient-accumulation-steps", "2"],
+        [*_DRY, "--epochs", "1", "--steps", "5"],
+        [*_DRY, "--eval-data", "CONTRIBUTING.md", "--eval-fraction", "0.2"],
     ):
         code, _, err = run(capsys, *typed)
         assert code == 2

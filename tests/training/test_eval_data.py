@@ -72,6 +72,30 @@ def test_of_chats_too(tmp_path: Path) -> None:
     assert tokens.train_rows == 3
 
 
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_long_documents_are_evaluated_or_trained_on_but_not_both(
+    tmp_path: Path, packing: str
+) -> None:
+    """Text longer than a row is in several rows: all of them on the same side."""
+    lines = [chr(97 + number) * (5 + 3 * number) for number in range(20)]
+    files = ("tokens.bin", "valid.bin")
+
+    def letters(name: str, written: list[str]) -> list[set[int]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        tokens = data.prepare_data(
+            folder, byte_tokenizer(), [texts(tmp_path / f"{name}.jsonl", written)],
+            seq_len=8, global_batch=1, eval_fraction=0.2, packing=packing,
+        )  # fmt: skip
+        return [set(ids_of(folder / file, tokens)) - {tokens.eos_id} for file in files]
+
+    train, valid = letters("several", lines)
+    assert valid
+    assert not train & valid
+    assert train | valid == set("".join(lines).encode())
+    assert letters("one", [lines[0] * 30]) == [{97}, {97}]  # its end
+
+
 def test_too_little_to_evaluate_on_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds 3 tokens"):
         prepared(tmp_path, texts(tmp_path / "a.jsonl", SEEN), texts(tmp_path / "b.jsonl", ["ab"]))

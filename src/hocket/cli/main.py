@@ -176,7 +176,8 @@ def print_error(error: HocketError, arguments: list[str], code: int | None = Non
     object on stdout. Returns its exit code, or `code`."""
     code = error.exit_code if code is None else code
     hint = error.hint
-    if hint is not None and hint.startswith("--") and arguments and arguments[0] in VERBS:
+    flags = (hint or "").startswith(("--", "leave --"))
+    if hint is not None and flags and arguments and arguments[0] in VERBS:
         from hocket.cli import spelling
 
         hint = spelling.pasted(arguments, hint)

@@ -239,8 +239,11 @@ def pasted(arguments: Sequence[str], hint: str) -> str:
 
 
 def mended(arguments: Sequence[str], hint: str) -> str | None:
-    """The whole command with the flags of a hint in place of those typed; None where the hint has
-    other words than flags and their values."""
+    """The whole command with the flags of a hint in place of those typed, or without a flag that it
+    leaves out; None where the hint has other words than flags and their values."""
+    if superfluous := re.fullmatch(r"leave (--[a-z-]+) out", hint):
+        command = _without(arguments, superfluous[1])
+        return None if command == list(arguments) else f"hocket {shlex.join(command)}"
     try:
         parts = shlex.split(hint)
     except ValueError:
@@ -257,14 +260,17 @@ def mended(arguments: Sequence[str], hint: str) -> str | None:
         return None
     command = list(arguments)
     for flag in flags:
-        for name in (flag[0], *_said_by_layout(flag)):
+        for name in (flag[0], *_contradicting(flag)):
             command = _without(command, name)
         command += flag
     return f"hocket {shlex.join(command)}"
 
 
-def _said_by_layout(flag: list[str]) -> Iterator[str]:
-    """The flags that repeat or contradict a hint's layout: the degrees and the layout's options."""
+def _contradicting(flag: list[str]) -> Iterator[str]:
+    """The flags that repeat or contradict a hint's: the same number by another name; of a layout
+    its degrees and options."""
+    if flag[0] == "--microbatches":
+        yield "--gradient-accumulation-steps"
     if flag[0] == "--layout" and len(flag) == 2:
         yield from (spelled(axis) for axis in TERMS)
         for option in flag[1].partition(":")[2].split(","):
@@ -281,7 +287,8 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
     for argument in arguments:
         if re.match(r"--?[A-Za-z]", argument):  # -1 is a value
             name = argument.partition("=")[0][2:].replace("-", "_")
-            dropped = spelled(SYNONYMS.get(new := renamed.OPTIONS.get(name, name), new)) == flag
+            new = renamed.OPTIONS.get(name, name)
+            dropped = flag in (spelled(name), spelled(SYNONYMS.get(new, new)))
         if not dropped:
             found.append(argument)
     return found

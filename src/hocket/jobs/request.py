@@ -109,13 +109,13 @@ def request(values: Mapping[str, Any]) -> JobRequest:
     if "epochs" in given and "steps" in given:
         raise OptionError(
             f"steps is {options.steps} and epochs {options.epochs:g}; one of them sets the length",
-            hint=f"--epochs {options.epochs:g} alone",
+            hint="leave --steps out",
         )
     if "eval_data" in given and "eval_fraction" in given and options.eval_fraction:
         raise OptionError(
             f"eval_fraction is {options.eval_fraction:g} and there is eval_data, which is all that "
             "is held out",
-            hint="--eval-data alone",
+            hint="leave --eval-fraction out",
         )
     if given.get("eval_data") and "eval_batches" not in given:
         options = dataclasses.replace(options, eval_batches=0)

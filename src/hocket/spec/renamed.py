@@ -90,7 +90,7 @@ def present_options(
         if new != name and new in values:
             raise OptionError(
                 f"{spelled(name)} and {spelled(new)} are the same option",
-                hint=f"{spelled(new)} alone",
+                hint=f"leave {spelled(name)} out",
             )
         found[new] = value
     return found

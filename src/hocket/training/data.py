@@ -383,7 +383,7 @@ class _Making:
                     hint="conversations with an assistant's turn, or a longer --seq-len",
                 )
             self._require(sources, lengths)
-            chosen = held_out_documents(len(lengths), max(files.values()), self.seed)
+            chosen = held_out_documents(lengths, counts.pieces, max(files.values()), self.seed)
             parts = {}
             for file, which in zip(files, (~chosen, chosen), strict=False):
                 parts[file] = arrange(
@@ -495,6 +495,6 @@ def _hash(*parts: object) -> str:
 
 
 def steps_of(tokens: Tokens, epochs: float, *, seq_len: int, global_batch: int) -> int:
-    """Optimizer steps that pass over the training data `epochs` times, the last one in part."""
+    """Optimizer steps that pass over the training data `epochs` times; the last may begin more."""
     samples = tokens.train_rows or num_samples(tokens.train_tokens, seq_len)
     return max(1, math.ceil(round(epochs * samples / global_batch, 9)))

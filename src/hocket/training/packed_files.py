@@ -25,6 +25,7 @@ from hocket.spec.files import named
 from hocket.training.documents import Document
 from hocket.training.order import permuted
 from hocket.training.packing import ACROSS, DOCUMENTS, rows_of
+from hocket.training.token_files import choose_held_out
 
 LEARNED, BEGINS = 1, 2
 """Bits of a flag: loss falls on the token; a document begins with it."""
@@ -45,6 +46,7 @@ class DocumentCounts:
         truncated_documents: cut at the length of a row. truncated_tokens: what was cut off them.
         unlearned_documents: left out, since nothing of them is learned (or is left to be).
         largest: the largest token id. masked: whether some token is not learned.
+        pieces: of what is written, the number of the document that each is of.
     """
 
     truncated_documents: int = 0
@@ -52,6 +54,7 @@ class DocumentCounts:
     unlearned_documents: int = 0
     largest: int = 0
     masked: bool = False
+    pieces: list[int] = dataclasses.field(default_factory=list)
 
 
 def write_aside(
@@ -66,7 +69,7 @@ def write_aside(
     lengths: list[int] = []
     counts = DocumentCounts()
     with named(ids), ids.open("wb") as tokens, flags.open("wb") as marks:
-        for document in documents:
+        for number, document in enumerate(documents):
             counts.largest = max(counts.largest, int(document.ids.max(initial=0)))
             for piece, learned in _fitted(document, row, counts):
                 mark = learned.astype(np.uint8) * LEARNED
@@ -77,6 +80,7 @@ def write_aside(
                 tokens.write(piece.astype(dtype).tobytes())
                 marks.write(mark.tobytes())
                 lengths.append(piece.size)
+                counts.pieces.append(number)
     return np.array(lengths, np.int64), counts
 
 
@@ -102,12 +106,29 @@ def _fitted(
     yield document.ids[:size], document.learned[:size]
 
 
-def held_out(count: int, share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which of `count` documents are held out: about a share, at least one if there are two."""
+def held_out(
+    lengths: npt.NDArray[np.int64], pieces: Sequence[int], share: float, seed: int
+) -> npt.NDArray[np.bool_]:
+    """Which documents are held out: about a share of them, at least one if there are two. Where
+    some are in pieces, all or none of a document's: about a share of the tokens; the last pieces,
+    where the documents are too few for that.
+
+    Args:
+        lengths: of the pieces. pieces: the number of the document that each is of, ascending.
+    """
+    count = len(lengths)
     chosen = np.zeros(count, bool)
-    if share > 0 and count > 1:
-        number = min(max(1, round(share * count)), count // 2)
+    if share <= 0 or count < 2:
+        return chosen
+    number = min(max(1, round(share * count)), count // 2)
+    _, members = np.unique(pieces, return_inverse=True)
+    if members[-1] == count - 1:
         chosen[permuted(np.arange(number), count, (seed, -1))] = True
+        return chosen
+    whole = np.bincount(members, weights=lengths).astype(np.int64)
+    chosen = choose_held_out(whole, share, seed, seq_len=1)[members]
+    if not chosen.any():
+        chosen[-number:] = True
     return chosen
 
 
