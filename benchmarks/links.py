@@ -38,7 +38,7 @@ def one(folder: Path, layout: str, links: str, steps: int, name: str = "") -> di
         request(
             {
                 "model": str(folder / "model"), "data": [str(folder / "text.txt")],
-                "run": str(run), "layout": layout, "links": links, "tokenizer": "bytes",
+                "run": str(run), "layout": layout, "emulate_links": links, "tokenizer": "bytes",
                 "seq_len": 64, "global_batch": 4, "steps": steps, "eval_every": 0,
                 "eval_batches": 1, "device": "cpu",
             }

@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.contenders import AXES, REFERENCE, TITLES, contenders
 from benchmarks.figures import Measured, best_peer, machine, table
 from benchmarks.groups import ROOT, Contender, Group, GroupError, missing_packages
 from benchmarks.quiet import DISTURBED, Watch, wait_until_quiet
-from benchmarks.workload import Workload, quiet
+from benchmarks.workload import WORKLOADS, Workload, quiet
 
 RESULTS = ROOT / "benchmarks" / "results"
 ENVIRONMENTS = (".venv-peers", ".venv-automodel")
@@ -135,10 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     quiet()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    model_dir = RESULTS / "model"
-    workload = Workload(model_dir=str(model_dir))
-    if not (model_dir / "model.safetensors").exists():
-        workload.write_model(model_dir)
+    workloads = {axis: _workload(axis) for axis in options.axis}
+    workload = Workload()
     every = contenders(workload.microbatches, options.ranks)
     chosen = [
         c
@@ -150,21 +149,22 @@ def main(arguments: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "machine": machine(),
-        "workload": json.loads(workload.to_json()) | {"model_dir": "benchmarks/results/model"},
         "rounds": options.rounds,
         "steps": options.steps,
         "warmup": options.warmup,
         "axes": {},
     }
-    reference: list[float] = []
-    if options.axis[0] != "one":
-        reference = _reference(every, workload, options)
+    references: dict[str, list[float]] = {}
     failed = False
     for axis in [a for a in AXES if a in options.axis]:
         of_axis = [c for c in chosen if c.axis == axis]
         if not of_axis:
             continue
         title = TITLES[axis].format(ranks=options.ranks)
+        workload = workloads[axis]
+        sizes = workload.to_json()
+        if axis != "one" and sizes not in references:
+            references[sizes] = _reference(every, workload, options)
         print(f"{title}: starting {len(of_axis)} contenders", flush=True)
         before = machine()["load"]
         measured = measure(
@@ -176,13 +176,15 @@ def main(arguments: list[str] | None = None) -> int:
             pythons=pythons,
             patience=options.patience,
         )
-        if axis == "one" and not reference:
+        if axis == "one":
             named = {m.contender.name: m for m in measured}
-            reference = named[REFERENCE].losses if REFERENCE in named else []
+            references[sizes] = named[REFERENCE].losses if REFERENCE in named else []
+        reference = references[sizes]
         fastest = best_peer(measured, axis, reference)
         rows = [m.row(workload, fastest, reference) for m in measured]
         failed |= any(m.contender.ours and not m.times for m in measured)
         report["axes"][axis] = {
+            "workload": json.loads(sizes) | {"model_dir": Path(workload.model_dir).name},
             "load_before": before,
             "load_after": machine()["load"],
             "rows": rows,
@@ -192,6 +194,15 @@ def main(arguments: list[str] | None = None) -> int:
     path.write_text(json.dumps(report, indent=1))
     print(f"written: {path}")
     return int(failed)
+
+
+def _workload(axis: str) -> Workload:
+    """An axis' workload, its model written."""
+    model_dir = RESULTS / ("model" if axis not in WORKLOADS else f"model-{axis}")
+    workload = replace(WORKLOADS.get(axis, Workload()), model_dir=str(model_dir))
+    if not (model_dir / "model.safetensors").exists():
+        workload.write_model(model_dir)
+    return workload
 
 
 def _reference(every: list[Contender], workload: Workload, options: Any) -> list[float]:

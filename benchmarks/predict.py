@@ -136,7 +136,7 @@ def one(
         {
             "model": str(model), "data": str(folder / "data.txt"), "run": str(path),
             "layout": row.layout, "steps": steps + WARM, "tokenizer": "bytes", "device": "cpu",
-            "eval_every": 0, "held_out": 0.0, "timeline_step": steps + WARM - 1, **WORK,
+            "eval_every": 0, "eval_fraction": 0.0, "timeline_step": steps + WARM - 1, **WORK,
         }
     )  # fmt: skip
     job, record = prepare.prepare_job(asked), JobRecorder()

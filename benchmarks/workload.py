@@ -1,8 +1,9 @@
-"""Workload: the one model, the one data stream and the one optimizer that every contender trains.
+"""Workload: the one model, the one data stream and the one optimizer of all contenders of a table.
 
-A Llama of 3.95M parameters from seed 0 on seeded random tokens, fp32, AdamW. The weights are
-written once as a Hugging Face directory; each contender loads them or builds them from the seed,
-so that equal losses mean equal training.
+A Llama of 3.95M parameters from seed 0 on seeded random tokens, fp32, AdamW; on long sequences
+where they are split, a Mixtral where experts are. The weights are written once as a Hugging Face
+directory; each contender loads them or builds them from the seed, so that equal losses mean equal
+training.
 
 Letters: B batch, S sequence, V vocabulary.
 """
@@ -25,7 +26,8 @@ IGNORED = -100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of the model and of one step. `microbatches` is what pipelines cut a batch into."""
+    """Sizes of the model and of one step. `microbatches` is what pipelines cut a batch into;
+    `experts` of each layer, 0 for a Llama, of which a token reaches `top_k`."""
 
     vocab: int = 2048
     hidden: int = 256
@@ -36,6 +38,8 @@ class Workload:
     seq_len: int = 128
     global_batch: int = 8
     microbatches: int = 4
+    experts: int = 0
+    top_k: int = 2
     lr: float = 1e-3
     seed: int = 0
     model_dir: str = ""
@@ -53,8 +57,8 @@ class Workload:
         return cls(**json.loads(text))
 
     def config(self, **changes: Any) -> Any:
-        """The Llama configuration."""
-        from transformers import LlamaConfig
+        """The configuration of the Llama, or of the Mixtral, whose auxiliary loss is off."""
+        from transformers import LlamaConfig, MixtralConfig
 
         fields: dict[str, Any] = {
             "vocab_size": self.vocab,
@@ -67,7 +71,10 @@ class Workload:
             "tie_word_embeddings": False,
             "use_cache": False,
         }
-        return LlamaConfig(**{**fields, **changes})
+        if not self.experts:
+            return LlamaConfig(**{**fields, **changes})
+        experts = {"num_local_experts": self.experts, "num_experts_per_tok": self.top_k}
+        return MixtralConfig(**{**fields, **experts, **changes})
 
     def model(self) -> Any:
         """The whole model with its seed's weights, in fp32, ready to train."""
@@ -101,6 +108,13 @@ class Workload:
         kinds = [[p for p in every if isinstance(p, DTensor) is kind] for kind in (False, True)]
         groups = [{"params": group} for group in kinds if group]
         return torch.optim.AdamW(groups, lr=self.lr, weight_decay=0.0, fused=True)
+
+
+WORKLOADS = {
+    "context": Workload(seq_len=2048, global_batch=2),
+    "expert": Workload(intermediate=344, experts=8),
+}
+"""Of the tables whose workload is not the usual one."""
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from benchmarks.groups import Contender
 
-AXES = ("one", "data", "zero", "tensor", "sequence", "pipeline", "three")
+AXES = ("one", "data", "zero", "tensor", "sequence", "context", "expert", "pipeline", "three")
 """Tables, in the order they are measured."""
 
-SIZED = frozenset({"data", "zero", "tensor", "sequence"})
+SIZED = frozenset({"data", "zero", "tensor", "sequence", "context", "expert"})
 """Axes whose contenders run on any number of ranks."""
 
 TITLES = {
@@ -18,6 +18,8 @@ TITLES = {
     "zero": "ZeRO-1, -2 and -3, {ranks} ranks",
     "tensor": "tensor parallel, {ranks} ranks",
     "sequence": "tensor parallel on slices of sequences, {ranks} ranks",
+    "context": "context parallel, sequences of 2048, {ranks} ranks",
+    "expert": "experts of a Mixtral, 8 a layer and 2 a token, {ranks} ranks",
     "pipeline": "pipeline, 2 ranks, 4 microbatches",
     "three": "dp2.pp2.tp2, 8 ranks",
 }
@@ -128,6 +130,44 @@ def contenders(microbatches: int, ranks: int = 2) -> list[Contender]:
         )
         for also in ("", ", loss_parallel")
     ]
+    found += [
+        Contender(
+            name="PyTorch ring",
+            axis="context",
+            entry="benchmarks.contenders.pytorch_ring:build",
+        ),
+        Contender(
+            name="DeepSpeed-Ulysses",
+            axis="context",
+            entry="benchmarks.contenders.deepspeed:sequence",
+            requires=("deepspeed",),
+            environment=_DEEPSPEED,
+        ),
+        *(
+            Contender(
+                name=f"transformers, {name}",
+                axis="expert",
+                entry="benchmarks.contenders.transformers:expert_parallel",
+                options={"exchange": exchange},
+                requires=("accelerate",),
+            )
+            for name, exchange in (("all-to-all", True), ("all-reduce", False))
+        ),
+        Contender(
+            name="DeepSpeed MoE",
+            axis="expert",
+            entry="benchmarks.contenders.deepspeed:experts",
+            requires=("deepspeed",),
+            environment=_DEEPSPEED,
+        ),
+        Contender(
+            name="Megatron-Core MoE",
+            axis="expert",
+            entry="benchmarks.contenders.megatron:build",
+            options={"tp": 1, "ep": ranks},
+            requires=("megatron", "einops"),
+        ),
+    ]
     schedules = {
         "GPipe": "GPipe",
         "1F1B": "1F1B",
@@ -171,6 +211,10 @@ def _ours(microbatches: int, n: int) -> list[Contender]:
         (f"tp{n}", f"tp{n}", "tensor", n),
         (f"tp{n} whole sequences", f"tp{n}", "sequence", n),
         (f"tp{n} sequence parallel", f"tp{n}:sequence_parallel=true", "sequence", n),
+        (f"cp{n} ring", f"cp{n}", "context", n),
+        (f"cp{n} ulysses", f"cp{n}", "context", n),
+        (f"dp{n}.ep{n}", f"dp{n}.ep{n}", "expert", n),
+        (f"dp{n}.ep{n} zero=1", f"dp{n}.ep{n}:zero=1", "expert", n),
         ("pp2 gpipe", f"pp2:schedule=gpipe,{cut}", "pipeline", 2),
         ("pp2 1f1b", f"pp2:schedule=1f1b,{cut}", "pipeline", 2),
         ("pp2 interleaved", f"pp2:schedule=interleaved,virtual_stages=2,{cut}", "pipeline", 2),
@@ -183,7 +227,11 @@ def _ours(microbatches: int, n: int) -> list[Contender]:
             axis=axis,
             entry="benchmarks.contenders.hocket:build",
             world_size=ranks,
-            options={"layout": layout, "backend": backend},
+            options={
+                "layout": layout,
+                "backend": backend,
+                "context_parallel": "ulysses" if text.endswith("ulysses") else "ring",
+            },
             ours=True,
         )
         for text, layout, axis, ranks in layouts

@@ -1,4 +1,4 @@
-"""DeepSpeed on CPU: ZeRO-1, its automatic tensor parallelism, and its pipeline.
+"""DeepSpeed on CPU: ZeRO, automatic tensor parallelism, Ulysses, experts, and its pipeline.
 
 Started with DS_ACCELERATOR=cpu and DS_BUILD_OPS=0. Its default gradient clipping of 1.0 is turned
 off, since no other contender clips.
@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.contenders.pytorch import mean_over_ranks
 from benchmarks.rank import Step
-from benchmarks.workload import Workload, next_token_loss
+from benchmarks.workload import IGNORED, Workload, next_token_loss
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,118 @@ def tensor_parallel(workload: Workload) -> Step:
         engine.backward(loss)
         engine.step()
         return loss.item()
+
+    return step
+
+
+def sequence(workload: Workload) -> Step:
+    """DeepSpeed-Ulysses for transformers' models: consecutive shards of sequences, heads inside
+    attention; ZeRO-1 over the same ranks, as its engine reduces gradients for these."""
+    import torch
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.init_distributed("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = workload.model()
+    places = UlyssesSPAttentionHF.register_with_transformers(
+        whole,
+        "sdpa",
+        sequence_parallel_size=ranks,
+        micro_batch_size=workload.global_batch,
+        seq_length=workload.seq_len,
+        seq_length_is_variable=False,
+    )
+    engine, *_ = deepspeed.initialize(
+        model=whole,
+        optimizer=workload.optimizer(whole.parameters()),
+        config=_settings(workload, 1) | {"zero_optimization": {"stage": 1}},
+        mpu=places,
+    )
+
+    def step(ids: torch.Tensor) -> float:
+        labels = torch.full_like(ids, IGNORED)
+        labels[:, :-1] = ids[:, 1:]
+        positions = torch.arange(workload.seq_len).expand_as(ids)
+        mine, wanted, at = (t.chunk(ranks, dim=1)[rank] for t in (ids, labels, positions))
+        logits = engine(input_ids=mine, position_ids=at).logits
+        summed = nn.functional.cross_entropy(
+            logits.flatten(0, 1), wanted.flatten(), reduction="sum"
+        )
+        # The engine averages gradients over ranks.
+        loss = summed / (labels != IGNORED).sum() * ranks
+        engine.backward(loss)
+        engine.step()
+        return mean_over_ranks(loss)
+
+    return step
+
+
+class _Expert(nn.Module):
+    """One expert of a Mixtral."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+class _Experts(nn.Module):
+    """DeepSpeed's layer in the place of Mixtral's, which returns the hidden state alone."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(hidden)[0]
+        return out
+
+
+def experts(workload: Workload) -> Step:
+    """DeepSpeed's MoE layers, no token dropped, experts over all ranks; ZeRO-1 of what is dense."""
+    import torch
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    deepspeed.init_distributed("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = workload.model()
+    for layer in whole.model.layers:
+        theirs = layer.mlp
+        made = MoE(
+            workload.hidden,
+            _Expert(workload.hidden, workload.intermediate),
+            num_experts=workload.experts,
+            ep_size=ranks,
+            k=workload.top_k,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        )
+        own = workload.experts // ranks
+        with torch.no_grad():
+            made.deepspeed_moe.gate.wg.weight.copy_(theirs.gate.weight)
+            for i, expert in enumerate(made.deepspeed_moe.experts.deepspeed_experts):
+                expert.gate_up.weight.copy_(theirs.experts.gate_up_proj[rank * own + i])
+                expert.down.weight.copy_(theirs.experts.down_proj[rank * own + i])
+        layer.mlp = _Experts(made)
+    parameters = {"params": list(whole.parameters()), "name": "all"}
+    groups = split_params_into_different_moe_groups_for_optimizer(parameters)
+    engine, *_ = deepspeed.initialize(
+        model=whole,
+        optimizer=torch.optim.AdamW(groups, lr=workload.lr, weight_decay=0.0, fused=True),
+        config=_settings(workload, ranks) | {"zero_optimization": {"stage": 1}},
+    )
+
+    def step(ids: torch.Tensor) -> float:
+        mine = ids.chunk(ranks)[rank]
+        loss = next_token_loss(engine(input_ids=mine).logits, mine)
+        engine.backward(loss)
+        engine.step()
+        return mean_over_ranks(loss)
 
     return step
 

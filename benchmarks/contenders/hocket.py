@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def build(workload: Workload, layout: str, backend: str) -> Step:
+def build(workload: Workload, layout: str, backend: str, context_parallel: str = "auto") -> Step:
     split = Layout.parse(layout)
     spec = RunSpec(
         model=workload.model_dir,
@@ -30,10 +30,11 @@ def build(workload: Workload, layout: str, backend: str) -> Step:
             weight_decay=0.0,
             beta1=0.9,
             beta2=0.999,
-            clip=0.0,
+            max_grad_norm=0.0,
             seed=workload.seed,
             device="cpu",
             backend=backend,
+            context_parallel=context_parallel,
         ),
     )
     context = joined_context()

@@ -1,4 +1,4 @@
-"""Megatron-Core on CPU: its GPTModel, with its tensor parallelism or its data parallelism.
+"""Megatron-Core on CPU: its GPTModel, with its tensor, data or expert parallelism.
 
 Megatron-Core asks for CUDA in a few places that matter nothing here (current device, streams,
 synchronisation); those calls are answered with the CPU. Its attention core is replaced by
@@ -30,6 +30,13 @@ class _Stream:
 
     def wait_stream(self, other: Any) -> None: ...
 
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+    def record(self, *_: Any) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -38,9 +45,14 @@ def _answer_for_cuda() -> None:
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_: None
     cuda.current_stream = lambda *_: _Stream()
-    cuda.Stream = _Stream
+    cuda.Stream = cuda.Event = _Stream
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.default_stream = lambda *_: _Stream()
+
+
+def _as_read(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Counts of tokens as they are after they were copied from a GPU."""
+    return value.tolist() if as_numpy and isinstance(value, torch.Tensor) else value
 
 
 class _FusedAttention(nn.Module):
@@ -58,16 +70,22 @@ class _FusedAttention(nn.Module):
 
 
 def _fill(
-    model: nn.Module, whole: dict[str, torch.Tensor], workload: Workload, rank: int, tp: int
+    model: nn.Module,
+    whole: dict[str, torch.Tensor],
+    workload: Workload,
+    tensor: tuple[int, int],
+    experts: range,
 ) -> None:
-    """Copy the reference model's weights into Megatron's names, orders and slices."""
+    """Copy the reference model's weights into Megatron's names, orders and slices: those of one of
+    the tensor ranks (which, of how many) and of its experts."""
+    rank, tp = tensor
     size = workload.hidden // workload.heads
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(tp, 0)[rank]
+    def rows(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(tp, 0)[rank]
 
-    def columns(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(tp, 1)[rank]
+    def columns(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(tp, 1)[rank]
 
     def grouped(prefix: str) -> torch.Tensor:
         parts = [
@@ -93,6 +111,16 @@ def _fill(
                 whole[f"{theirs}.self_attn.o_proj.weight"]
             ),
             f"{ours}.pre_mlp_layernorm.weight": whole[f"{theirs}.post_attention_layernorm.weight"],
+        }
+        if workload.experts:
+            values[f"{ours}.mlp.router.weight"] = whole[f"{theirs}.mlp.gate.weight"]
+            for here, expert in enumerate(experts):
+                name = f"{ours}.mlp.experts.local_experts.{here}"
+                stacked = f"{theirs}.mlp.experts"
+                values[f"{name}.linear_fc1.weight"] = whole[f"{stacked}.gate_up_proj"][expert]
+                values[f"{name}.linear_fc2.weight"] = whole[f"{stacked}.down_proj"][expert]
+            continue
+        values |= {
             f"{ours}.mlp.linear_fc1.weight": torch.cat(
                 [rows(whole[f"{theirs}.mlp.{n}_proj.weight"]) for n in ("gate", "up")]
             ),
@@ -104,20 +132,40 @@ def _fill(
     assert not values, sorted(values)
 
 
-def build(workload: Workload, tp: int) -> Step:
-    """GPTModel on `tp` tensor ranks, the other ranks data parallel."""
+def _experts(workload: Workload, ep: int) -> dict[str, Any]:
+    """Settings of a Mixtral's layers: weights of chosen experts are normalized, none dropped."""
+    return {
+        "num_moe_experts": workload.experts,
+        "moe_router_topk": workload.top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_ffn_hidden_size": workload.intermediate,
+        "expert_model_parallel_size": ep,
+    }
+
+
+def build(workload: Workload, tp: int, ep: int = 1) -> Step:
+    """GPTModel on `tp` tensor ranks, the other ranks data parallel; experts over `ep` of these."""
     weights = workload.model().state_dict()
     _answer_for_cuda()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    # Without Transformer Engine the name is missing, though its users ask whether it is None.
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_read
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep
+    )
     data_ranks = dist.get_world_size() // tp
+    theirs = workload.config()
     config = TransformerConfig(
         num_layers=workload.layers,
         hidden_size=workload.hidden,
@@ -126,7 +174,7 @@ def build(workload: Workload, tp: int) -> Step:
         num_query_groups=workload.kv_heads,
         tensor_model_parallel_size=tp,
         normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
+        layernorm_epsilon=theirs.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
@@ -139,8 +187,11 @@ def build(workload: Workload, tp: int) -> Step:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **(_experts(workload, ep) if workload.experts else {}),
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", num_experts=workload.experts or None, moe_grouped_gemm=False
+    )
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=_FusedAttention)
     model = GPTModel(
         config=config,
@@ -150,8 +201,12 @@ def build(workload: Workload, tp: int) -> Step:
         parallel_output=True,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        rotary_base=theirs.rope_parameters["rope_theta"],
     )
-    _fill(model, weights, workload, parallel_state.get_tensor_model_parallel_rank(), tp)
+    own = workload.experts // ep
+    first = own * parallel_state.get_expert_model_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    _fill(model, weights, workload, (tensor_rank, tp), range(first, first + own))
     runner: Any = model
     if data_ranks > 1:
         settings = DistributedDataParallelConfig(

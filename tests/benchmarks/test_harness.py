@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import AXES, contenders
+from benchmarks.contenders import AXES, REFERENCE, contenders
 from benchmarks.figures import Measured, best_peer, table
 from benchmarks.groups import Contender, Group, GroupError, missing_packages
 from benchmarks.peers import measure
@@ -129,3 +129,26 @@ def test_a_watch_counts_others_and_not_its_own() -> None:
             difference = foreign.foreign() - own.foreign()
         busy.kill()
     assert difference > 0.1
+
+
+@pytest.mark.ranks
+@pytest.mark.train
+@pytest.mark.parametrize(
+    ("axis", "names", "workload"),
+    [
+        ("context", {"PyTorch ring", "hocket cp2 ring on shm"}, TINY),
+        ("expert", {"hocket dp2.ep2 on shm"}, dataclasses.replace(TINY, experts=4)),
+    ],
+)
+def test_contenders_that_need_nothing_else_train_as_one_process(
+    tmp_path: Path, axis: str, names: set[str], workload: Workload
+) -> None:
+    """Options of hocket that were renamed, and parts of PyTorch that were, show here."""
+    workload = dataclasses.replace(workload, model_dir=str(tmp_path))
+    workload.write_model(tmp_path)
+    chosen = [c for c in contenders(4) if c.name in names | {REFERENCE} and c.axis in {axis, "one"}]
+    assert len(chosen) == 1 + len(names)
+    found = measure(chosen, workload, rounds=1, steps=2, warmup=1, pythons=[])
+    assert not [m.failed or m.absent for m in found if m.failed or m.absent]
+    for one in found[1:]:
+        assert one.loss_error(found[0].losses) < 1e-4, (one.contender.name, one.losses)
