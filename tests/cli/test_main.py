@@ -168,7 +168,10 @@ def test_errors_are_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[
     assert error["hint"] in err
 
 
-_DRY = ["train", "tiny-llama", "--data", "README.md", "--seq-len", "32", "--global-batch", "4", "--dry-run"]
+_DRY = [
+    *("train", "tiny-llama", "--data", "README.md", "--seq-len", "32"),
+    *("--global-batch", "4", "--dry-run"),
+]
 
 
 def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
