@@ -29,6 +29,7 @@ from hocket.cost.local import divided, together
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import SHARED, served_weight_bytes, stage_blocks
+from hocket.cost.served_experts import expert_bytes
 from hocket.cost.serving_shape import latent_width, served_shape
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
@@ -80,6 +81,7 @@ class MeasuredReplica:
         shape: of the model, traced in `dtype`. layout: as `spec.serving.replica_layout` has it.
         dtype: `fp32` or `bf16`. quantization: of the weights of linear layers, None or `fp8`.
         block_size: tokens of a block of the cache. cpu: whether its ranks compute on a CPU.
+        routing_bytes: of a routing weight; fp32 unless it is known, as most families have it.
     """
 
     shape: ModelShape
@@ -88,6 +90,7 @@ class MeasuredReplica:
     quantization: str | None = None
     block_size: int = 16
     cpu: bool = True
+    routing_bytes: int = 4
 
     @property
     def element_bytes(self) -> int:
@@ -171,33 +174,36 @@ class MeasuredReplica:
         kinds = set(self.stages[stage])
         blocks = [self.shape.blocks[kind] for kind in kinds if kind != "head"]
         layers = max((self._layer_elements(block) for block in blocks), default=0)
+        own = 0.0 if self.cpu else 2 * TOKEN_BYTES / self.state_bytes
         if not self.cpu:  # where kernels read and write heads in place
             layers = max([layers, *map(self._attention_elements, blocks)])
-            layers += 2 * TOKEN_BYTES / self.state_bytes
         head = rows * self.shape.vocab / self.layout.tp * 4 if "head" in kinds else 0
-        return round(max(tokens * layers * self.state_bytes, head))
+        hidden, width = self.shape.hidden, self.state_bytes
+        sizes = {"hidden": hidden, "width": width, "weight": self.routing_bytes}
+        experts = max((expert_bytes(b, self.layout, tokens, **sizes) for b in blocks), default=0.0)
+        standing = own + 4 * hidden + (0 if self.cpu else self._tables) if experts else 0.0
+        most = max(tokens * (layers + own) * width, tokens * standing * width + experts)
+        return round(max(most, head))
+
+    @functools.cached_property
+    def _tables(self) -> float:
+        """Of one token, elements of what all layers read: cosines and sines."""
+        rows = {row.name: row for one in self.shape.blocks.values() for row in one.saved}
+        return sum(row.bytes for row in rows.values() if row.view == SHARED) / self.state_bytes
 
     def _layer_elements(self, block: BlockShape) -> float:
-        """Of one token, at the peak of a block."""
-        hidden, products = self.shape.hidden, block.products
-        inner = max(
-            (
-                sum(divided(p.split, p.n * p.count, 0, self.layout.tp)[0] for p in same)
-                for same in together(products)
-            ),
-            default=0,
+        """Of one token, at the peak of a block; without its experts (`expert_bytes`)."""
+        plain, tp = [p for p in block.products if p.groups == 1], self.layout.tp
+        sizes = (
+            sum(divided(p.split, p.n * p.count, 0, tp)[0] for p in same) for same in together(plain)
         )
-        # Experts' tokens are copied for each of them; their outputs are weighted in fp32.
-        copies = max((p.count for p in products if p.groups > 1), default=0) * hidden
-        weighted = copies * (1 + 3 * BYTES["fp32"] / self.state_bytes) + 3 * hidden
-        return max(2 * inner + copies + 4 * hidden, weighted if copies else 0)
+        return 2 * max(sizes, default=0) + 4 * self.shape.hidden
 
     def _attention_elements(self, block: BlockShape) -> float:
         """Of one token, at the peak of attention as the model's own code does it: in the
         rotation of the queries (two products and their sum), or when its result is multiplied.
         Until then what was projected stays; cosines and sines stay for all layers."""
-        rows = {row.name: row for one in self.shape.blocks.values() for row in one.saved}
-        tables = sum(row.bytes for row in rows.values() if row.view == SHARED) / self.state_bytes
+        tables = self._tables
         normed = any(".q_norm." in f".{w.name}" for w in block.weights)
         found = 0.0
         for core in block.attention:

@@ -106,7 +106,7 @@ def expected_rows(
     routing = element_bytes
     choices = int(source.config.get("num_experts_per_tok") or 0)
     if layout.splits_experts or layout.tp > 1:
-        routing, choices = _routing(skeleton, plan) or (element_bytes, choices)
+        routing, choices = routing_of(skeleton, plan) or (element_bytes, choices)
     step = Step(
         seq_len=workload.seq_len // layout.cp,
         microbatch_size=workload.global_batch // layout.dp // (layout.microbatches or 1),
@@ -215,7 +215,7 @@ def _with_products(
     return found
 
 
-def _routing(skeleton: Any, plan: ParallelPlan) -> tuple[int, int] | None:
+def routing_of(skeleton: Any, plan: ParallelPlan) -> tuple[int, int] | None:
     """Bytes of a routing weight and experts of a token, of the first experts of a model on the meta
     device, whose forward runs up to them; None: it has none, or its forward reads values before
     them."""

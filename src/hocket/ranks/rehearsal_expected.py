@@ -88,6 +88,8 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
         cpu=False,
         quantization=sizes.quantization,
     )
+    if any(p.groups > 1 for block in replica.shape.blocks.values() for p in block.products):
+        replica = dataclasses.replace(replica, routing_bytes=_routing_bytes(spec))
     return [
         {
             "weights": replica.weight_bytes(stage),
@@ -96,6 +98,21 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
         }
         for stage in range(spec.layout.pp)
     ]
+
+
+def _routing_bytes(spec: RunSpec) -> int:
+    """Of a routing weight of the model."""
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build_skeleton
+    from hocket.models.source import run_source
+    from hocket.ranks.expected_communication import routing_of
+    from hocket.training.build import dtype_of
+
+    source = run_source(spec)
+    dtype = dtype_of(spec.workload.dtype)
+    skeleton = build_skeleton(source.config, dtype=dtype, dropout=0.0, code=source.code)
+    found = routing_of(skeleton, plan_for(skeleton))
+    return dtype.itemsize if found is None else found[0]
 
 
 def first_served_fit(spec: str, layouts: list[str], allowed: float) -> str | None:

@@ -47,9 +47,7 @@ from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.experts import TensorParallelExperts
 from hocket.runtime.tensor_parallel.regions import copy_two_to_axis, reduce_from_axis
 from hocket.spec.errors import ModelError
-
-_ROWS = 4096
-"""Rows of experts that are computed at once, if they are no more than of one rank's tokens."""
+from hocket.spec.expert_dispatch import ROWS_AT_ONCE
 
 
 class ExpertParallelExperts(nn.Module):
@@ -161,7 +159,7 @@ class ExpertParallelExperts(nn.Module):
         if torch.is_grad_enabled():
             return forward(hidden, own, weights)  # type: ignore[no-any-return]
         # Their arrays are as long as if all tokens chose these experts: no longer than of one rank.
-        most = max(len(hidden) // self.experts_axis.size, -(-_ROWS // index.shape[-1]))
+        most = max(len(hidden) // self.experts_axis.size, -(-ROWS_AT_ONCE // index.shape[-1]))
         pieces = zip(*(torch.split(x, most) for x in (hidden, own, weights)), strict=True)
         return torch.cat([forward(*piece) for piece in pieces])
 

@@ -24,15 +24,10 @@ from torch import Tensor
 from hocket.runtime.collectives import all_gather, reduce_scatter
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
+from hocket.spec.expert_dispatch import GATHERED_ROWS
 
 Tokens = tuple[Tensor, Tensor, Tensor]
 """Hidden states [T, H], choices [T, k] and routing weights [T, k]."""
-
-
-MOST_ROWS = 8192
-"""Rows of other ranks' experts up to which a step is gathered. A row is about 50 KB of traffic, or
-20 ns at 3 TB/s (H 2,048, experts 768 wide, bf16); a host read in each set of experts lets a device
-idle for some 50 microseconds, and rules out a CUDA graph. Estimated, not measured."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +49,7 @@ class GatheredTokens:
             tokens: of this rank. choices: k. ranks: that hold all experts.
         """
         extra = (ranks - 1) * (self.rows or tokens) * choices
-        return self.always or extra <= MOST_ROWS
+        return self.always or extra <= GATHERED_ROWS
 
 
 def gather_tokens(given: Tokens, rows: int, axis: Axis, recorder: Recorder) -> Tokens:
