@@ -278,6 +278,36 @@ def test_running_requests_end_before_the_server_does() -> None:
             server.get("/health")
 
 
+def test_what_outlasts_the_server_gets_an_answer_and_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half of a body, a whole answer and a stream that is not read, when the time is over."""
+    replica = FakeReplica(delay=0.001, length=10**6, num_blocks=10**5)
+    with live(replica, max_model_len=10**6) as server:
+        bodies = [{**NORMAL, "max_tokens": 10**5, "stream": stream} for stream in (False, True)]
+        datas = [b"{", *(json.dumps(body).encode() for body in bodies)]
+        doors = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in datas]
+        for door, data in zip(doors, datas, strict=True):
+            length = len(data) + (data == b"{")
+            door.sendall(f"POST {PLAIN} HTTP/1.1\r\nHost: localhost\r\n".encode())
+            door.sendall(f"Content-Length: {length}\r\n\r\n".encode() + data)
+        assert doors[2].recv(1) == b"H"
+        while len(replica.running) < 2:
+            time.sleep(0.005)
+        server.run(server.front.close(0.2))
+        for door in doors[:2]:
+            found = b""
+            while part := door.recv(65536):
+                found += part
+            status, headers, body = split(found)
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert error(body)["message"] == "the server is ending"
+        for door in doors:
+            door.close()
+        assert server.idle()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("cut", [None, 40, 150])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_an_offer_of_another_protocol_is_passed_over(

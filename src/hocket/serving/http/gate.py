@@ -9,6 +9,7 @@ exists or not.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -101,6 +102,10 @@ class Gate:
                 await _preflight(dressed)
                 return
             await self.app(scope, receive, dressed)
+        except asyncio.CancelledError:  # the server ends first; uvicorn would log a traceback
+            if status == 0:
+                found = ApiError(503, "the server is ending", retry_after=1.0)
+                await error_response(found)(scope, receive, dressed)
         except Exception as error:
             log_fault(str(scope["state"]["id"]), error)
             if status == 0:
