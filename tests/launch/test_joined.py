@@ -154,3 +154,53 @@ def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -
     text = f"rank {victim} ends: rank {failing} failed: ValueError: boom in the middle"
     assert text in errors[victim]
     assert "Watchdog" not in errors[victim]
+
+
+WAITS = """
+import os, signal, sys, time
+import hocket.launch.joined as joined
+joined.SILENT, joined.PREPARING, joined.JOINING, joined._POLL = 1.5, 6.0, 6.0, 0.1
+context = joined.joined_context()
+if sys.argv[1] == "before" and context.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+store = context.store(60)
+if sys.argv[1] == "early" and context.rank == 1:
+    store.set("stopped", "")
+    os.kill(os.getpid(), signal.SIGSTOP)
+if context.rank == 0 and sys.argv[1] == "early":
+    store.get("stopped")
+elif context.rank == 0 and sys.argv[1] == "never":
+    time.sleep(3)  # rank 1 waits in its entry for longer than for a silent rank
+joined.run_joined("tests.launch.cases:exchange", {"start": 5}, device="cpu")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("when", "seconds"), [("before", 6), ("early", 1.5), ("never", 0)])
+def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: float) -> None:
+    """As a frozen host, while rank 0 prepares; one that waits in the store is not silent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS, when],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = ranks[0].communicate(timeout=50)[1]
+        if when == "never":
+            assert [rank.wait(50) for rank in ranks] == [0, 0], errors
+        else:
+            assert ranks[0].returncode == 1
+            assert f"rank 0 ends: rank 1 has given no sign of life for {seconds} s" in errors
+    finally:
+        for rank in ranks:
+            rank.kill()

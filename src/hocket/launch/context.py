@@ -34,6 +34,7 @@ class RankContext:
         attempt: 0 at first, counted up by every restart; keys of the store carry it. Under torchrun
             the ranks agree on it when the store is opened.
         watched: a parent of ours watches the rank, and ends it.
+        joined: of another launcher, and in its entry.
         address: of the host of rank 0.
         position: gives, as plain data, how far the rank has come in its collectives
             (`Mesh.position`); asked from another thread, where the run is silent.
@@ -52,7 +53,11 @@ class RankContext:
     _open_store: Callable[[float], Store] = dataclasses.field(repr=False)
     _store: Store | None = dataclasses.field(default=None, repr=False)
     _agree: Callable[[Store], int] | None = dataclasses.field(default=None, repr=False)
+    _opened: Callable[[RankContext, Store], None] | None = dataclasses.field(
+        default=None, repr=False
+    )
     watched: bool = True
+    joined: bool = False
     address: str = "127.0.0.1"
     position: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, repr=False)
     stop_asked: threading.Event = dataclasses.field(default_factory=threading.Event, repr=False)
@@ -84,7 +89,12 @@ class RankContext:
             store = self._open_store(timeout)
             if self._agree is not None:
                 self.attempt = self._agree(store)
-            self._store = PrefixStore(f"hocket/{self.attempt}", store)
+            prefix = f"hocket/{self.attempt}"
+            self._store = PrefixStore(prefix, store)
+            if self._opened is not None:
+                # A client that waits for a key keeps all other threads from the store.
+                own: Any = store
+                self._opened(self, PrefixStore(prefix, own.clone()))
         return self._store
 
     def init_process_group(

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import math
 import os
 import re
 import secrets
@@ -75,6 +76,7 @@ def joined_context(environment: Mapping[str, str] | None = None) -> RankContext 
         _send=lambda message: None,
         _open_store=lambda timeout: _open(world, timeout),
         _agree=(lambda store: _agreed(store, world)) if world.counts_apart else None,
+        _opened=_watched if world.world_size > 1 else None,
     )
 
 
@@ -224,7 +226,7 @@ def run_joined(
         if on_event is not None and "launch" not in message:
             on_event({**message, "rank": context.rank})
 
-    context._send = hear
+    context._send, context.joined = hear, True
     if context.device_kind == "cuda":  # read by torch when the device is first used
         os.environ |= gpus.rank_settings(os.environ, watched=False)
     import torch
@@ -235,20 +237,30 @@ def run_joined(
 
     @record
     def call() -> None:
-        notice = _Notice(context)
-        notice.start()
         try:
             with raising_on_sigterm(context.stop_asked.set):
                 load_entry(entry)(context, payload or {})
         except BaseException as error:
-            notice.done.set()
-            notice.send(error)
+            for notice in _NOTICE:
+                notice.send(error)
             context.abort()  # or the end of this process would wait for collectives under way
             raise
-        notice.leave()
         leave_together(context)
 
     call()
+
+
+_NOTICE: list[_Notice] = []
+"""That of this process, once the store is open."""
+
+
+def _watched(context: RankContext, store: Store) -> None:
+    """Watch the ranks from here on: `context` has opened the store."""
+    if not _NOTICE:
+        store.add(f"alive/{context.rank}", 1)
+        _NOTICE.append(_Notice(context, store))
+        _NOTICE[0].start()
+    _NOTICE[0].context = context
 
 
 class _Notice(threading.Thread):
@@ -256,25 +268,27 @@ class _Notice(threading.Thread):
 
     No launcher of ours watches these ranks, and one that waits in a collective of NCCL learns of
     a dead peer only when its watchdog does, minutes later. It ends itself here, and reports whose
-    failure it was. Each rank counts up a key of its own once a second; rank 0 reads those of all
-    ranks, the others that of rank 0. One that does not change for `SILENT` seconds is that of a
-    rank that is stopped, or of a host that is frozen or cut off; where the host is that of the
-    store, no answer comes, which a second thread finds.
+    failure it was. Each rank counts up a key of its own once a second, from the moment at which it
+    opens the store; rank 0 reads those of all ranks, the others that of rank 0. One that does not
+    change for `SILENT` seconds is that of a rank that is stopped, or of a host that is frozen or
+    cut off; where the host is that of the store, no answer comes, which a second thread finds.
+
+    Args:
+        context: of the ranks that take part by now.
+        store: a client of this thread's own.
     """
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, store: Store) -> None:
         super().__init__(daemon=True, name="notice")
-        self.context = context
+        self.context, self.store = context, store
         self.done = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         self._asked = 0.0
 
     def run(self) -> None:
         threading.Thread(target=self._watch_store, daemon=True, name="store watch").start()
+        store = self.store
         while not self.done.wait(_POLL):
-            store = self.context._store
-            if store is None:
-                continue
             try:
                 self._asked = time.monotonic()
                 failed = store.check(["failed"])
@@ -294,11 +308,14 @@ class _Notice(threading.Thread):
         now = time.monotonic()
         for rank in range(1, context.world_size) if context.rank == 0 else (0,):
             count = store.add(f"alive/{rank}", 0)
-            if not count or count >= _LEFT or count != self._seen.get(rank, (0, 0.0))[0]:
+            limit = SILENT if rank or context.joined else PREPARING
+            if not count:
+                limit = JOINING if context.joined and rank else math.inf
+            if count >= _LEFT or count != self._seen.get(rank, (-1, 0.0))[0] or limit == math.inf:
                 self._seen[rank] = count, now
-            elif now - self._seen[rank][1] > SILENT:
+            elif now - self._seen[rank][1] > limit:
                 text = (
-                    f"rank {rank} has given no sign of life for {SILENT:g} s: its process is "
+                    f"rank {rank} has given no sign of life for {limit:g} s: its process is "
                     "stopped, or its host is frozen or cut off"
                 )
                 store.set("failed", text)
@@ -324,16 +341,16 @@ class _Notice(threading.Thread):
 
     def leave(self) -> None:
         """This rank is done: its key is not waited for."""
-        self.done.set()
-        store = self.context._store
-        if store is not None and self.context.world_size > 1:
+        if not self.done.is_set():
+            self.done.set()
             with contextlib.suppress(Exception):
-                store.add(f"alive/{self.context.rank}", _LEFT)
+                self.store.add(f"alive/{self.context.rank}", _LEFT)
 
     def send(self, error: BaseException) -> None:
         """Say that this rank failed, unless it is only another one's victim."""
+        self.done.set()
         store, context = self.context._store, self.context
-        if store is None or context.world_size == 1 or lost_peer(error):
+        if store is None or lost_peer(error):
             return
         first = str(error).split("\n", maxsplit=1)[0][:500]
         with contextlib.suppress(Exception):
@@ -347,12 +364,18 @@ _POLL = 1.0
 SILENT = 10.0
 """Seconds without a sign of life after which a rank counts as lost. Its thread counts unless a call
 in C keeps the interpreter's lock for as long."""
+PREPARING = 60.0
+"""The same for rank 0 while it reads the data, in which a call in C may take long."""
+JOINING = 60.0
+"""Seconds after rank 0 has begun its part in which the others must open the store."""
 _LEFT = 1 << 40
 """Added to the key of a rank that is done."""
 
 
 def leave_together(context: RankContext, seconds: float = 60.0) -> None:
     """Every rank calls it at its end. Rank 0 may serve the store, so it leaves last."""
+    for notice in _NOTICE:
+        notice.leave()
     if context.world_size == 1 or context._store is None:
         return
     store = context._store

@@ -74,6 +74,7 @@ def joined_rank(context: RankContext, payload: dict[str, Any]) -> None:
         rank=mine,
         world_size=size,
         _store=None,
+        _opened=None,
         _open_store=lambda timeout: PrefixStore(f"replica-{number}", context.store(timeout)),
     )
     serve(replica, given, doors)
