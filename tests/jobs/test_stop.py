@@ -104,6 +104,25 @@ def rows(run: Path, first: int, last: int) -> list[tuple[int, float, float]]:
     ]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("phase", ["tokenizing", "starting ranks"])
+def test_stopped_before_the_first_step(tmp_path: Path, number: signal.Signals, phase: str) -> None:
+    command = [*HOCKET, *job(tmp_path, "run", 3)]
+    process = start(command, tmp_path)
+    assert process.stdout is not None
+    while phase not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    if steps_of(tmp_path / "run") < 3:  # the last step may be over before a rank reads it
+        assert process.returncode == STOPPED, output
+    again = subprocess.run(
+        command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert again.returncode == 0, again.stderr
+    assert steps_of(tmp_path / "run") == 3
+
+
 def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     process = start([*HOCKET, *job(tmp_path, "run", 100_000)], tmp_path)
     end = time.monotonic() + 120

@@ -66,6 +66,11 @@ def speak(context: RankContext, payload: dict[str, Any]) -> None:
         context.emit({"event": "number", "number": number, "text": "x" * payload["size"]})
 
 
+def until_asked(context: RankContext, payload: dict[str, Any]) -> None:
+    """Ends once it is asked to."""
+    assert context.stop_asked.wait(20)
+
+
 def fail(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank ends as `how` says while the others wait for it in a collective."""
     import torch

@@ -189,6 +189,20 @@ def test_announced_silence_and_beats_are_no_hang(ranks: RankPool) -> None:
 
 
 @ranks_needed
+def test_a_stop_that_is_asked_before_there_are_ranks(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Watch.begin
+
+    def asked(self: Watch, *given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        begin(self, *given)
+
+    monkeypatch.setattr(Watch, "begin", asked)
+    ranks.launcher.run(CASES + "until_asked", 1, {}, stoppable=True)
+
+
+@ranks_needed
 def test_a_reader_that_has_gone_is_not_blamed_on_the_server(ranks: RankPool) -> None:
     def gone(event: dict[str, Any]) -> None:
         raise BrokenPipeError

@@ -12,6 +12,7 @@ import pytest
 import hocket
 from hocket.launch import failure
 from hocket.launch.heartbeat import Beat, Heart, Hearts
+from hocket.launch.rank import describe
 
 SOURCES = Path(hocket.__file__).parent
 OUTER = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
@@ -161,3 +162,14 @@ def test_each_wait_for_other_ranks_is_known_by_its_line(package: str) -> None:
                     f"{path.relative_to(SOURCES)}:{node.lineno} {lines[node.lineno - 1]}"
                 )
     assert not unknown
+
+
+def test_failures_are_in_order_though_a_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cause = describe(ValueError("first"))
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    later = describe(ValueError("later"))
+    both = [
+        failure.Failure(rank, None, report["time"], report)
+        for rank, report in ((1, later), (0, cause))
+    ]
+    assert failure.first(both).rank == 0

@@ -78,7 +78,7 @@ EXIT_CODES = {
     1: "a check failed, a rank died, or requests were cut off",
     2: "the command cannot be carried out as it is; the hint is what to change",
     70: "an error of hocket itself; the message names a file with its traceback (EX_SOFTWARE)",
-    75: "a signal stopped training after a checkpoint; the same command continues (EX_TEMPFAIL)",
+    75: "a signal stopped training; the same command continues (EX_TEMPFAIL)",
     130: "interrupted with Ctrl-C",
     141: "the reader of stdout has gone, as with `| head`",
 }

@@ -27,7 +27,7 @@ from hocket.cli.flags import (
 from hocket.spec.run import TrainOptions, Workload
 
 STOPPED = 75  # EX_TEMPFAIL
-"""Exit code of a run that a signal stopped: its checkpoint is written."""
+"""Exit code of a run that a signal stopped: what it has computed is saved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,11 @@ def main(arguments: Sequence[str]) -> int:
     if flags.dry_run:
         return _dry_run(flags, said)
     from hocket.cli.progress import progress
+    from hocket.jobs.early_stop import stopping_early
     from hocket.jobs.request import request
     from hocket.jobs.train import train_model
 
-    with progress(as_json=flags.json) as on_event:
+    with progress(as_json=flags.json) as on_event, stopping_early(STOPPED, on_event):
         summary = train_model(request({"model": _run_model(said), **said}), on_event=on_event)
     if on_event.heard:
         if flags.json:

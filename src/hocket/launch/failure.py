@@ -53,7 +53,7 @@ class Failure:
     """One rank's end before its time.
 
     Attributes:
-        rank, pid, time: who and when (seconds since the epoch, one clock for all ranks).
+        rank, pid, time: who and when (by the monotonic clock, one for all ranks).
         report: what the rank itself said of its exception; None where it could not.
         code: exit code, negative for a signal; None while it still lives.
         tail: last lines of its output, with the stack of a crash after them.

@@ -214,7 +214,7 @@ class Launcher:
         ended = False
         try:
             with raising_on_sigterm(ask if stoppable else None), self._server_lives():
-                self.times["asked"] = time.time()
+                self.times["asked"] = time.monotonic()
                 self.preload([entry.partition(":")[0]])
                 with listener:
                     watch.begin(json.dumps(start).encode(), listener, self.device_kind == "cuda")
@@ -321,7 +321,8 @@ class Launcher:
 @contextlib.contextmanager
 def raising_on_sigterm(ask: Callable[[], None] | None = None) -> Iterator[None]:
     """Within, SIGTERM and a closed terminal raise Terminated instead of ending the process on
-    the spot. A SIGHUP that is ignored (nohup) stays ignored.
+    the spot. A SIGHUP that is ignored (nohup) stays ignored, and without `ask` a handler of
+    SIGTERM with an attribute `raises` stays in place.
 
     `ask`, where given, is called at the first SIGTERM and at each SIGUSR1 (which batch systems send
     ahead of their time limit) instead.
@@ -339,6 +340,8 @@ def raising_on_sigterm(ask: Callable[[], None] | None = None) -> Iterator[None]:
         yield
         return
     numbers = [signal.SIGTERM] if ask is None else [signal.SIGTERM, signal.SIGUSR1]
+    if ask is None and getattr(signal.getsignal(signal.SIGTERM), "raises", False):
+        numbers = []  # the caller's handler ends the ranks as well, with an exit code of its own
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         numbers.append(signal.SIGHUP)
     before = [(number, signal.signal(number, handler)) for number in numbers]

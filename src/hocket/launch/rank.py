@@ -79,7 +79,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     text = "".join(traceback.format_exception(type(error), error, frames))
     return {
         "launch": "failed",
-        "time": time.time(),
+        "time": time.monotonic(),
         "type": type(error).__name__,
         "hocket": kinds[0] if kinds else None,
         "message": getattr(error, "message", None) or str(error),
@@ -105,7 +105,7 @@ def run_rank(
         size = os.fstat(start).st_size
         message = json.loads(os.pread(start, size, 0))
         context = _context(rank, message, writer, listener)
-        context.heart = Heart(beats, rank)
+        context.heart, context.stop_asked = Heart(beats, rank), answers.stop_asked
         answers.context = context
         code = _call(context, message, writer)
     except BaseException as error:
@@ -128,13 +128,13 @@ class _Answers(threading.Thread):
         self.connection, self.writer = connection, writer
         self.context: RankContext | None = None
         self.leave = threading.Event()
+        self.stop_asked = threading.Event()
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
             while (asked := self.connection.recv(1)) in (b"?", b"s"):
                 if asked == b"s":
-                    if self.context is not None:
-                        self.context.stop_asked.set()
+                    self.stop_asked.set()
                     continue
                 position = self.context.position if self.context is not None else None
                 found: dict[str, Any] = {}
@@ -184,20 +184,20 @@ def _context(rank: int, message: dict[str, Any], writer: LineWriter, listener: i
 
 
 def _call(context: RankContext, message: dict[str, Any], writer: LineWriter) -> int:
-    writer.write({"launch": "started", "time": time.time(), "pid": os.getpid()})
+    writer.write({"launch": "started", "time": time.monotonic(), "pid": os.getpid()})
     if message["quiet"]:
         warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
         warnings.filterwarnings("ignore", category=FutureWarning)
     if message["threads"] is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(message["threads"])
     load_entry(message["entry"])(context, message["payload"])
-    writer.write({"launch": "finished", "time": time.time()})
+    writer.write({"launch": "finished", "time": time.monotonic()})
     return 0
 
 
 def _report(error: BaseException, writer: LineWriter) -> int:
     if isinstance(error, SystemExit) and error.code in (None, 0):
-        writer.write({"launch": "finished", "time": time.time()})
+        writer.write({"launch": "finished", "time": time.monotonic()})
         return 0
     writer.write(describe(error))
     return error.exit_code if isinstance(error, errors.HocketError) else 1

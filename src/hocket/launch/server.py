@@ -143,7 +143,7 @@ class ForkServer:
         self.selector.register(pidfd, selectors.EVENT_READ, rank)
         for fd in (events, output, stacks):
             os.close(fd)
-        self.say({"did": "began", "rank": rank, "pid": pid, "time": time.time()})
+        self.say({"did": "began", "rank": rank, "pid": pid, "time": time.monotonic()})
 
     def be(self, rank: int, server: int, events: int, output: int, stacks: int) -> None:
         """Never returns: this process is the rank now."""
@@ -175,7 +175,7 @@ class ForkServer:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self.say({"did": "ended", "rank": rank, "code": code, "time": time.time()})
+        self.say({"did": "ended", "rank": rank, "code": code, "time": time.monotonic()})
 
     def say(self, message: lines.Message) -> None:
         # A parent that is gone shows as the end of its packets, which the loop handles.

@@ -91,6 +91,7 @@ class Watch:
         self._stopped: dict[int, float] = {}
         self.times: dict[str, float] = {}
         self.begun = False
+        self._stop = False
         self.allowed = startup_timeout
         self.heard = time.monotonic()
         self.selector = selectors.DefaultSelector()
@@ -111,6 +112,8 @@ class Watch:
         for rank in range(self.world_size):
             self._begin_rank(rank)
         lines.send(self.control, {"do": "begun"})
+        if self._stop:  # before there was a rank to ask
+            self.ask_stop()
         self.heard = time.monotonic()
 
     def _begin_rank(self, rank: int) -> None:
@@ -339,6 +342,7 @@ class Watch:
 
     def ask_stop(self) -> None:
         """Have rank 0 lead all ranks to a stop. Called in a signal's handler."""
+        self._stop = True
         if self.ranks:
             with contextlib.suppress(OSError):
                 self.ranks[0].connection.send(b"s")
