@@ -119,7 +119,7 @@ def test_microbatches_bound_the_tokens_of_one_forward() -> None:
     ],
 )
 def test_batch_by_the_field_s_words(values: dict[str, Any], expected: tuple[int, int]) -> None:
-    found = request({"model": "tiny-llama", **values})
+    found = defaults.with_batch(request({"model": "tiny-llama", "device": "cpu", **values}))
     assert (found.layout.microbatches, found.workload.global_batch) == expected
 
 
@@ -238,6 +238,45 @@ def test_sequences_are_as_long_as_model_and_device_take(
     monkeypatch.setattr(defaults, "on_cuda", lambda _: cuda)
     asked = request({"model": model, **given})
     assert defaults.with_length(asked, resolve_model(model)).workload.seq_len == length
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus", "ranks", "expected"),
+    [
+        ({"layout": "dp2"}, 0, None, (32, None)),
+        ({"layout": "dp3"}, 0, None, (33, None)),
+        ({"layout": "dp8"}, 8, None, (64, None)),
+        ({"layout": "dp2.tp2"}, 8, None, (32, None)),
+        ({"layout": "auto"}, 6, None, (48, None)),
+        ({}, 1, 64, (512, None)),
+        ({"layout": "dp8", "micro_batch_size": 2}, 8, None, (64, 4)),
+        ({"layout": "dp2", "micro_batch_size": 5}, 0, None, (40, 4)),
+        ({"layout": "dp512.tp8", "seq_len": 4096}, 8, None, (1024, None)),
+        ({"layout": "dp8", "global_batch": 8}, 8, None, (8, None)),
+    ],
+)
+def test_a_run_takes_the_global_batch_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
+    gpus: int,
+    ranks: int | None,
+    expected: tuple[int, int | None],
+) -> None:
+    from hocket.catalogue.hardware import cluster
+    from hocket.jobs.planner_problem import planned_global_batch
+    from hocket.spec.layout import Layout
+
+    monkeypatch.setattr(devices, "visible_gpus", lambda: gpus)
+    device = "cuda" if gpus else "cpu"
+    asked = request({"model": "tiny-llama", "device": device, **values})
+    found = defaults.with_batch(asked, ranks)
+    assert (found.workload.global_batch, found.layout.microbatches) == expected
+    if gpus and set(values) <= {"layout", "seq_len"}:
+        auto = values.get("layout", "auto") == "auto"
+        layout = None if auto else Layout.parse(values["layout"])
+        count = ranks or (gpus if layout is None else layout.world_size)
+        planned = planned_global_batch(cluster(f"{count}xH100-SXM"), found.workload.seq_len, layout)
+        assert planned == expected[0]
 
 
 def test_auto_is_the_dtype_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,6 +369,27 @@ def test_an_improvement_is_a_diff_of_the_file(tmp_path: Path) -> None:
         plan_from(str(script), model="llama-3-8b", cluster="8xH100-SXM")
 
 
+@pytest.mark.parametrize(
+    ("text", "batch"),
+    [
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n", 64),
+        ('{"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 2}}', 72),
+    ],
+)
+def test_a_file_without_a_batch_is_planned_with_that_of_a_plan(
+    tmp_path: Path, text: str, batch: int
+) -> None:
+    """accelerate leaves the batch to the script."""
+    path = tmp_path / ("ds.json" if text[0] == "{" else "accelerate.yaml")
+    path.write_text(text)
+    found = plan_from(str(path), model="llama-3-8b", cluster="8xH100-SXM")
+    assert found.predicted.global_batch == batch
+    assert f"no global batch; {batch} sequences are assumed" in reading_text(found)
+    given = plan_from(str(path), model="llama-3-8b", cluster="8xH100-SXM", global_batch=24)
+    assert given.predicted.global_batch == 24
+    assert "no global batch" not in reading_text(given)
+
+
 def test_whole_experts_of_megatron_are_read() -> None:
     text = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
     folded = READERS["megatron"](text + "--expert-tensor-parallel-size 1")

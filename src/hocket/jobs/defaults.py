@@ -17,6 +17,7 @@ import math
 from typing import TYPE_CHECKING
 
 from hocket.jobs.precision import on_cuda
+from hocket.spec.global_batch import default_global_batch
 from hocket.spec.layout import TERMS
 
 if TYPE_CHECKING:
@@ -69,6 +70,31 @@ def with_length(request: JobRequest, source: ModelSource) -> JobRequest:
     longest = min(source.dimensions.max_positions or LONGEST, LONGEST)
     workload = dataclasses.replace(request.workload, seq_len=longest)
     return dataclasses.replace(request, workload=workload)
+
+
+def with_batch(request: JobRequest, ranks: int | None = None) -> JobRequest:
+    """The request with the global batch of its devices, where none is given, and with as many
+    microbatches as the size that is given makes of it. `ranks`: of another launcher."""
+    if "global_batch" in request.given:
+        return request
+    from hocket.probing import devices
+
+    layout, size = request.layout, request.micro_batch_size or 1
+    gpus = 0
+    if on_cuda(request.options):
+        gpus = ranks or (devices.visible_gpus() if request.auto else layout.world_size)
+    unit = layout.dp * (layout.microbatches or 1) * size
+    workload = request.workload
+    batch = default_global_batch(gpus, workload.seq_len, unit)
+    workload = dataclasses.replace(workload, global_batch=batch)
+    request = dataclasses.replace(request, workload=workload)
+    if request.auto or request.micro_batch_size is None or layout.microbatches is not None:
+        return request
+    return dataclasses.replace(
+        request,
+        layout=dataclasses.replace(layout, microbatches=batch // unit),
+        given=request.given | {"microbatches"},
+    )
 
 
 def with_layout(request: JobRequest) -> JobRequest:
@@ -142,6 +168,8 @@ def defaults_note(request: JobRequest, source: ModelSource) -> str:
         f"{task(request, source)} in {request.workload.dtype}: {rate}, {warmup} warm-up "
         f"step{'s' * (warmup != 1)}, weight decay {options.weight_decay:g}"
     )
+    if "global_batch" not in request.given:
+        text += f", global batch {request.workload.global_batch}"
     left_out = text_part.left_out(source.weights)
     return f"{text}; of the multimodal model not loaded: {left_out}" if left_out else text
 

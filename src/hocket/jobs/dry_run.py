@@ -128,7 +128,7 @@ def _dry_run(request: JobRequest, record: JobRecorder, workers: RehearsalWorkers
             request.model, trust_remote_code=request.options.trust_remote_code, weights=False
         )
         request = defaults.with_length(defaults.with_dtype(request), source)
-        request = defaults.with_rates(request, source)
+        request = defaults.with_rates(defaults.with_batch(request), source)
     record.phase(f"rehearsing on fake {gpu} GPUs")
     planned = prepare_rehearsal(request, gpu=gpu, config=config)
     if "microbatches" not in request.given:

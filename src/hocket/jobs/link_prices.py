@@ -82,7 +82,7 @@ def links(
     """
     from hocket.catalogue import hardware
     from hocket.jobs import machine, machine_plan
-    from hocket.jobs.planner_problem import default_global_batch, model_shape, training_problem
+    from hocket.jobs.planner_problem import model_shape, planned_global_batch, training_problem
     from hocket.planning.links import axis_links, cluster_links
     from hocket.planning.plan import plan_one
     from hocket.planning.pool import pool
@@ -91,7 +91,7 @@ def links(
     one = layout if isinstance(layout, Layout) else Layout.parse(layout)
     if one.data_parallel == "threads":
         raise LayoutError("threads of one process cross no link", hint="--layout dp2")
-    global_batch = global_batch or default_global_batch(where, seq_len, one)
+    global_batch = global_batch or planned_global_batch(where, seq_len, one)
     cards = [hardware.gpu(name) for name in hardware.gpu_names() if name.startswith("RTX")]
     bridged = tuple(card.name for card in cards if card.nvlink)
     unbridged = tuple(card.name for card in cards if not card.nvlink)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.planner_problem import (
     batch_note,
-    default_global_batch,
     model_shape,
     model_type_of,
+    planned_global_batch,
     positions_of,
     training_problem,
 )
@@ -60,7 +60,7 @@ def plan_training(
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
         cluster: `2x8xH100-SXM`, `16xA100-40-PCIe`, `4xaws-p5`, a TOML file, or `auto`, which is
             this machine.
-        global_batch: sequences of a step. None: `planner_problem.default_global_batch`, which a
+        global_batch: sequences of a step. None: `planner_problem.planned_global_batch`, which a
             note of the plan names.
         layout: price this one alone. None: search.
         pin: `tp=8`, or a mapping: axes and the only values that they may have.
@@ -110,7 +110,7 @@ def plan_training(
     one = Layout.parse(layout) if isinstance(layout, str) else layout
     chosen_batch: tuple[str, ...] = ()
     if global_batch is None:
-        global_batch = default_global_batch(machines, seq_len, one, pins)
+        global_batch = planned_global_batch(machines, seq_len, one, pins)
         chosen_batch = (batch_note(global_batch, machines),)
     if machines.is_cpu:
         if stack is not None:

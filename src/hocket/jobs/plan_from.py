@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.plan import plan_table, plan_training
 from hocket.jobs.planner_problem import model_shape
 from hocket.spec.errors import OptionError
+from hocket.spec.global_batch import default_global_batch
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -89,6 +91,11 @@ def plan_from(
     length = _one("seq-len", found.seq_len, seq_len, 4096)
     gpus = _gpus(cluster)
     batch = _batch(found, gpus, global_batch)
+    if batch is None:
+        unit = _data(found, gpus) * (found.microbatch or 1) * (found.accumulation or 1)
+        batch = default_global_batch(gpus, length, unit)
+        note = f"the file specifies no global batch; {batch} sequences are assumed (--global-batch)"
+        found = dataclasses.replace(found, notes=(*found.notes, note))
     asked: dict[str, Any] = {
         "cluster": cluster, "seq_len": length, "global_batch": batch, "stack": stack,
         "precision": precision or found.precision, "by_hocket": False,
@@ -211,21 +218,21 @@ def _gpus(cluster: str) -> int:
     return find_cluster(cluster).num_gpus
 
 
-def _batch(found: ToolConfiguration, gpus: int, given: int | None) -> int:
-    """Sequences of a step: of the file, of its microbatches, or as given."""
+def _batch(found: ToolConfiguration, gpus: int, given: int | None) -> int | None:
+    """Sequences of a step: of the file, of its microbatches, or as given; None: none of them."""
     written = found.global_batch
     if written is None and found.microbatch is not None:
-        others = 1
-        for axis in ("tp", "pp", "cp"):
-            others *= int(found.fields.get(axis, 1))
-        data = found.data_ranks or gpus // others
-        written = found.microbatch * (found.accumulation or 1) * data if data else None
+        written = found.microbatch * (found.accumulation or 1) * _data(found, gpus)
         if given is not None and found.accumulation is None:
             written = None
     batch = _one("global-batch", written, given, None)
-    if batch is None:
-        raise OptionError("the file does not specify the global batch", hint="--global-batch 512")
-    return int(batch)
+    return None if batch is None else int(batch)
+
+
+def _data(found: ToolConfiguration, gpus: int) -> int:
+    """Data ranks of the file's layout on so many GPUs."""
+    others = math.prod(int(found.fields.get(axis, 1)) for axis in ("tp", "pp", "cp"))
+    return found.data_ranks or max(1, gpus // others)
 
 
 def _model(written: str | None, given: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.run import Workload
+from hocket.spec.global_batch import default_global_batch
 
 if TYPE_CHECKING:
     from hocket.planning.problem import Problem
@@ -76,34 +76,19 @@ def planned_seq_len(model: str) -> int:
     return min(positions_of(model) or PLANNED_SEQ_LEN, PLANNED_SEQ_LEN)
 
 
-MOST_TOKENS = 4 << 20
-"""Tokens of a step whose batch is chosen: about those of GPT-3 (Brown et al. 2020, table 2.1)."""
-
-
-def default_global_batch(
+def planned_global_batch(
     cluster: Cluster,
     seq_len: int,
     layout: Layout | None = None,
     pins: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Sequences of a step where none are given.
-
-    On CPU cores those of `hocket train`; on GPUs 8 each, or as many as there, whichever is more,
-    halved while a step has more than `MOST_TOKENS`. Always a multiple of what `layout` or `pins`
-    fix of dp, microbatch and microbatches.
-    """
-    batch = least = Workload().global_batch
-    if not cluster.is_cpu:
-        batch = 8 * cluster.num_gpus
-        while batch < least:
-            batch *= 2
-        while batch % 2 == 0 and batch * seq_len > MOST_TOKENS:
-            batch //= 2
+    """Sequences of a step where none are given: `spec.global_batch` with what `layout` or `pins`
+    fix of dp, microbatch and microbatches."""
     fixed = [pins.get(name) for name in ("dp", "microbatch", "microbatches")]
     if layout is not None:
         fixed = [layout.dp, layout.microbatches]
     unit = math.prod(value or 1 for value in fixed)
-    return -(-batch // unit) * unit
+    return default_global_batch(0 if cluster.is_cpu else cluster.num_gpus, seq_len, unit)
 
 
 def batch_note(batch: int, cluster: Cluster) -> str:

@@ -69,7 +69,7 @@ def prepare_job(request: JobRequest, *, world_size: int | None = None) -> Prepar
     request = defaults.with_dtype(request)
     trusted = request.options.trust_remote_code
     source = resolve_model(request.model, trust_remote_code=trusted, weights=False)
-    request = defaults.with_length(request, source)
+    request = defaults.with_batch(defaults.with_length(request, source), world_size)
     choice_checked(request, world_size)
     elastic.checked(request.options, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known

@@ -256,7 +256,7 @@ def rehearse_job(
             else:
                 found = RankRehearsal.from_json(event["rank"])
                 executed[found.rank] = found
-                say(f"executed {len(executed)} of {len(wanted)} ranks")
+                say(f"executed {len(executed)} of these {len(wanted)}")
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
             raise proxy_reason(job.spec, step_failed(job.spec.model, found))

@@ -208,7 +208,9 @@ def batched(given: dict[str, Any]) -> dict[str, Any]:
     dp = layout.dp
     if many is not None and "global_batch" not in given and not auto:
         return {**given, "microbatches": many, "global_batch": dp * many * size}
-    batch = given.get("global_batch", Workload().global_batch)
+    if "global_batch" not in given:  # `defaults.with_batch` chooses, once the devices are known
+        return given if many is None else {**given, "microbatches": many}
+    batch = given["global_batch"]
     fixed = many is not None
     many = many or max(1, batch // (dp * size))
     if not auto and dp * many * size != batch:

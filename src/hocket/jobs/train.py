@@ -107,7 +107,7 @@ def train_model(
     ):
         spec = prepare_run(job, folder, record, launcher=warm)
         summary = _launched(
-            warm, folder, spec, record, request, accumulate=_may_accumulate(request), faults=faults
+            warm, folder, spec, record, request, accumulate=_may_accumulate(job), faults=faults
         )
     return _report(summary, request, record)
 
@@ -317,9 +317,9 @@ def _fitted(
     return spec, rows
 
 
-def _may_accumulate(request: JobRequest) -> bool:
+def _may_accumulate(job: prepare.PreparedJob) -> bool:
     """Whether the number of microbatches is hocket's to choose."""
-    return not request.auto and "microbatches" not in request.given
+    return not job.request.auto and "microbatches" not in job.request.given
 
 
 def verify_architecture(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
@@ -474,7 +474,7 @@ def _prepare_joined(
         spec = prepare_run(job, folder, record)
         with unstarted_is_no_run(folder):
             _require(launcher, folder, spec, record)
-            _fitted(launcher, folder, spec, record, accumulate=_may_accumulate(request))
+            _fitted(launcher, folder, spec, record, accumulate=_may_accumulate(job))
     return folder
 
 

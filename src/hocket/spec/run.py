@@ -49,7 +49,7 @@ class Workload:
 
     Attributes:
         seq_len: tokens per sequence (default: 256; on GPUs the model's positions, at most 4096).
-        global_batch: sequences per step, over all data ranks and microbatches.
+        global_batch: sequences per step (default: 8 for each GPU, at least 32; on CPU 32).
         dtype: compute precision; bf16 keeps fp32 master weights, fp8 is bf16 with linear layers in
             8-bit floats on GPUs of compute capability 8.9 or newer (default: auto: bf16 on GPUs
             that have it, else fp32). One of: auto, fp32, bf16, fp8.
