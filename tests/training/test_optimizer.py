@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -143,3 +146,73 @@ def test_what_the_loss_does_not_use_decays_all_the_same(dtype) -> None:
     decayed = before["a.weight"] * (1 - 0.01 * 0.1)
     assert torch.allclose(stepped["a.weight"], decayed, rtol=1e-6, atol=0)
     assert torch.equal(stepped["a.bias"], before["a.bias"])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("warm")
+def test_a_run_in_bf16_is_off_by_rounding_alone(tmp_path: Path) -> None:
+    """Three steps at 1e-2, where Adam turns the sign of a gradient's rounding into whole steps: as
+    far from float64 as a plain loop with fp32 masters is, and equal to that loop but for a few
+    entries on the edge of a rounding."""
+    import math
+
+    import transformers
+
+    import hocket
+    from hocket.training.order import permuted
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=260, max_position_embeddings=32,
+    )  # fmt: skip
+    source, seq_len, batch, steps = tmp_path / "model", 16, 6, 3
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+    (tmp_path / "a.txt").write_text("one melody is dealt note by note to several voices. " * 40)
+    hocket.train(
+        str(source), data=[tmp_path / "a.txt"], run=tmp_path / "run", tokenizer="bytes", seq_len=16,
+        global_batch=batch, steps=steps, lr=1e-2, warmup=0, lr_schedule="constant", dtype="bf16",
+        weight_decay=0.1, microbatches=1, layout="dp1",
+    )  # fmt: skip
+    ids = np.fromfile(tmp_path / "run/data/tokens.bin", np.uint16).astype(np.int64)
+    order = permuted(np.arange(steps * batch), (len(ids) - 1) // seq_len, (0, 0)) * seq_len
+    rows = torch.tensor(ids[order[:, None] + np.arange(seq_len + 1)])
+
+    def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        if dtype != torch.bfloat16:  # else the rotary frequencies stay in fp32
+            model = model.to(dtype)
+        named = dict(model.named_parameters())
+        wide = torch.promote_types(dtype, torch.float32)
+        masters = {name: p.detach().to(wide, copy=True) for name, p in named.items()}
+        groups = [
+            {"params": [m for m in masters.values() if (m.ndim > 1) == decayed],
+             "weight_decay": 0.1 * decayed}
+            for decayed in (True, False)
+        ]  # fmt: skip
+        adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        for taken in rows.split(batch):
+            logits = model(input_ids=taken[:, :-1]).logits.to(wide)
+            nn.functional.cross_entropy(logits.flatten(0, 1), taken[:, 1:].flatten()).backward()
+            for name, master in masters.items():
+                master.grad = named[name].grad.to(wide)
+                named[name].grad = None
+            nn.utils.clip_grad_norm_(masters.values(), 1.0)
+            adamw.step()
+            for name, master in masters.items():
+                named[name].data.copy_(master)
+        return {name: p.detach().double() for name, p in named.items()}
+
+    loop, exact = plain(torch.bfloat16), plain(torch.float64)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    mine = {name: p.detach().double() for name, p in found.named_parameters()}
+
+    def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+        squares = [(one[name] - other[name]).square().sum() for name in mine]
+        return math.sqrt(sum(squares) / sum(p.numel() for p in mine.values()))
+
+    assert apart(loop, exact) > 2e-4  # of steps of 1e-2
+    assert apart(mine, loop) < 0.02 * apart(loop, exact)
+    unequal = sum(int((loop[name] != value).sum()) for name, value in mine.items())
+    assert unequal < 0.001 * sum(p.numel() for p in mine.values())
