@@ -42,7 +42,7 @@ from tests.jobs.served_model import model
 from tests.jobs.test_forecast import here
 from tests.reporting.run_folders import gpus
 
-pytestmark = pytest.mark.train
+pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.usefixtures("warm")]
 
 LLAMA = {"model": "llama-3-8b", "seq_len": 4096, "global_batch": 64}
 
