@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -154,6 +155,37 @@ def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -
     text = f"rank {victim} ends: rank {failing} failed: ValueError: boom in the middle"
     assert text in errors[victim]
     assert "Watchdog" not in errors[victim]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_loses_a_killed_one_is_no_fault_of_hocket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    code = (
+        "from hocket.launch import run_joined\n"
+        "payload = {'how': 'kill', 'rank': 1, 'backend': 'gloo'}\n"
+        "run_joined('tests.launch.cases:fail', payload, device='cpu')\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        error = ranks[0].communicate(timeout=50)[1]
+        assert [rank.wait(50) for rank in ranks] == [1, -signal.SIGKILL]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "RankFailure: rank 0 of 2 lost its connection to another rank: " in error
 
 
 WAITS = """

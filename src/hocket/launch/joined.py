@@ -20,7 +20,7 @@ from hocket.launch import gpus
 from hocket.launch.context import RankContext
 from hocket.launch.launcher import raising_on_sigterm
 from hocket.launch.rank import load_entry, lost_peer
-from hocket.spec.errors import LayoutError
+from hocket.spec.errors import HocketError, LayoutError, RankFailure
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -244,10 +244,22 @@ def run_joined(
             for notice in _NOTICE:
                 notice.send(error)
             context.abort()  # or the end of this process would wait for collectives under way
+            if lost_peer(error) and not isinstance(error, HocketError):
+                raise _victim(context, error) from error
             raise
         leave_together(context)
 
     call()
+
+
+def _victim(context: RankContext, error: BaseException) -> RankFailure:
+    """The failure of a rank of which only the connection to another one ended."""
+    first = str(error).split("\n", maxsplit=1)[0][:500]
+    return RankFailure(
+        f"rank {context.rank} of {context.world_size} lost its connection to another rank: {first}",
+        hint="the rank that ended first, or its launcher, prints the cause; the same command "
+        "continues the run",
+    )
 
 
 _NOTICE: list[_Notice] = []
