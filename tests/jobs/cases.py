@@ -305,6 +305,44 @@ def buffers(context: Any, layouts: list[str], folder: str) -> dict[str, Any]:
     return found
 
 
+def no_buffers(context: Any, layouts: list[str], folder: str) -> dict[str, Any]:
+    """A checkpoint as it was written before buffers were saved: what rank 0 of each layout warns of
+    and the buffers then, and the error of an export."""
+    import warnings
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import hocket
+    from hocket.runtime import rank_state
+    from hocket.training.export import ModelFiles, export_checkpoint
+    from tests.families import EXPERTS
+
+    found: dict[str, Any] = {}
+    for number, text in enumerate(layouts):
+        config = AutoConfig.for_model(**EXPERTS["deepseek_v3"])
+        parallel = hocket.parallelize(AutoModelForCausalLM.from_config(config), text)
+        mine = dict(rank_state.saved_buffers(parallel))
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        if not number:
+            saved = rank_state.saved_buffers
+            rank_state.saved_buffers = lambda parallel: iter(())
+            written = parallel.save_checkpoint(folder, optimizer)
+            rank_state.saved_buffers = saved
+        before = {name: buffer.fill_(7).clone() for name, buffer in mine.items()}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            parallel.load_checkpoint(folder, optimizer)
+        kept = all(torch.equal(buffer, before[name]) for name, buffer in mine.items())
+        found[text] = [str(one.message) for one in seen if "buffers" in str(one.message)], kept
+    try:
+        files = ModelFiles(config=config.to_dict())
+        export_checkpoint(Path(written), Path(folder) / "model", files)
+    except hocket.HocketError as error:
+        found["export"] = str(error)
+    return found
+
+
 def router_loss(context: Any, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Mixtral with its router's auxiliary loss, compared with gradient accumulation over plain
     transformers: for each layout and number of microbatches."""

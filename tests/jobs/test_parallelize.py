@@ -69,6 +69,22 @@ def test_buffers_that_a_models_files_hold_are_saved_and_exported(ranks, tmp_path
 
 
 @pytest.mark.ranks
+def test_a_checkpoint_without_buffers_is_named_and_not_exported(ranks, tmp_path) -> None:
+    layouts = ["dp2.ep2", "pp2"]
+    first, other = ranks.run(
+        "tests.jobs.cases:no_buffers", world_size=2, layouts=layouts, folder=str(tmp_path)
+    )
+    for layout in layouts:
+        (warned,), kept = first[layout]
+        assert "was written without buffers: model.layers." in warned or layout == "pp2"
+        assert "keep the values that the model was loaded with" in warned
+        assert kept
+        assert other[layout] == [[], True]
+    assert "e_score_correction_bias" in first["export"]
+    assert "hocket train --resume" in first["export"]
+
+
+@pytest.mark.ranks
 def test_a_routers_auxiliary_loss_is_that_of_gradient_accumulation(ranks) -> None:
     cases = [
         ("tp2", 1), ("tp2", 4), ("dp2", 1), ("dp2:zero=2", 2), ("dp2:zero=3", 2), ("cp2", 1),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -206,13 +206,21 @@ def load_checkpoint(
                 )
             for file in files:
                 file.close()
+            if resharded:
+                notes.append(f"{path} is of {manifest.layout}")
+            absent = _absent_buffers(manifest.shards, parallel)
+            if not world.all_agree(not absent):
+                notes.append(
+                    f"{path} was written without buffers: {absent or 'those of other ranks'} "
+                    "keep the values that the model was loaded with"
+                )
             return Restored(
                 path=path,
                 step=manifest.step,
                 cursor=manifest.cursor,
                 extra=manifest.extra,
                 optimizer_state=state,
-                notes=[*notes, *([f"{path} is of {manifest.layout}"] if resharded else [])],
+                notes=notes,
             )
         notes.append(why or f"{path} is damaged on another rank")
     if notes:
@@ -345,6 +353,13 @@ def _fill_buffers(file: TensorFile, shard: Shard, parallel: CheckpointedParallel
                     f"not {list(buffer.shape)}"
                 )
             buffer.copy_(_tensor(file, records[name]))
+
+
+def _absent_buffers(shards: Sequence[Shard], parallel: CheckpointedParallel) -> str:
+    """The names of a rank's buffers that no file of a checkpoint holds, as a text."""
+    saved = {record.name for shard in shards for record in shard.tensors if record.kind == "buffer"}
+    absent = [name for name, _ in saved_buffers(parallel) if name not in saved]
+    return ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
 
 
 def _other_states(shard: Shard, live: OptimizerState) -> Iterator[str]:

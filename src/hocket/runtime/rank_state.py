@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.runtime.generators import random_states
 from hocket.spec import checkpoint as words
@@ -58,10 +58,15 @@ class CheckpointedParallel(Protocol):
 def saved_buffers(parallel: Any) -> Iterator[tuple[str, Tensor]]:
     """(global name, tensor) of the persistent buffers of a rank's stages, where it has stages."""
     for stage in getattr(parallel, "stages", ()):
-        for prefix, module in stage.module.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{key}" if prefix else key, buffer
+        yield from persistent_buffers(stage.module)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the buffers that a module's `state_dict` has."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
 
 
 class RankState:

@@ -72,7 +72,8 @@ def export_checkpoint(
         shard_bytes: largest file of weights.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or does not hold all of a parameter.
+        CheckpointError: the checkpoint is damaged, does not hold all of a parameter, or none of the
+            model's buffers.
         OptionError: `to` exists and holds something else than an export.
     """
     from hocket.models.saved_names import SavedNames
@@ -81,6 +82,7 @@ def export_checkpoint(
     with appearing(to) as aside:
         with checkpoint_opened(checkpoint) as whole:
             names = SavedNames(dict(files.config), code=files.code)
+            _require_buffers(checkpoint, whole, names)
             dtype = _write_weights(aside, whole, names, shard_bytes)
         _write_files(aside, files, names.skeleton, dtype)
     return to
@@ -303,6 +305,20 @@ def _write_weights(to: Path, whole: Whole, names: SavedNames, shard_bytes: int) 
         text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         (to / "model.safetensors.index.json").write_text(json.dumps(text, indent=2))
     return max(whole.dtypes.values(), key=list(whole.dtypes.values()).count)
+
+
+def _require_buffers(checkpoint: Path, whole: Whole, names: SavedNames) -> None:
+    """Raise CheckpointError where a checkpoint holds none of the buffers that the model's files
+    have, so that its reader would take initial values for trained ones."""
+    from hocket.runtime.rank_state import persistent_buffers
+
+    wanted = [name for name, _ in persistent_buffers(names.skeleton)]
+    if wanted and not any(name in whole.placements for name in wanted):
+        raise CheckpointError(
+            f"{checkpoint} was written without buffers; the model has {len(wanted)}: {wanted[0]}",
+            hint="hocket train --resume --run RUN, with more --steps: it takes them from the "
+            "model's files, and the checkpoint that it writes holds them",
+        )
 
 
 def _buffers(whole: Whole, names: SavedNames, wanted: list[str]) -> Iterator[Raw]:

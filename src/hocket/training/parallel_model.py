@@ -224,7 +224,8 @@ class ParallelModel(Parallel):
 
         Afterwards `step` is the number of steps done. An optimizer that has not stepped yet gets
         its state first (a step at learning rate 0 on zero gradients, as torch.distributed's
-        checkpoints do).
+        checkpoints do). Rank 0 warns of another layout, of damaged newer checkpoints, and of
+        buffers that the checkpoint does not hold.
 
         Returns:
             The `extra` that was saved.
@@ -247,6 +248,8 @@ class ParallelModel(Parallel):
             if "groups" in restored.cursor:  # else it was saved without an optimizer, or before
                 take_groups(optimizer, restored.cursor["groups"])
         self.step = restored.step
+        for note in restored.notes if self.mesh.rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
         return restored.extra
 
     def export(self, to: str | Path) -> Path:
