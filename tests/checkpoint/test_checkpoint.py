@@ -192,7 +192,7 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path, monkeypatch) -> 
 def test_what_is_damaged_elsewhere_is_passed_over_here(tmp_path: Path) -> None:
     save(tmp_path, Held(1), 1)
     save(tmp_path, Held(2), 2)
-    votes = iter([False, True])
+    votes = iter([False, True, True])
     found = load(
         tmp_path, Held(9), world=CheckpointWorld(all_agree=lambda mine: mine and next(votes))
     )

@@ -353,6 +353,71 @@ def _read_adapter(folder: Path) -> None:
     assert adapter("adapter", folder).scale < float("inf")
 
 
+def _adapter_weights(folder: Path) -> None:
+    """A small base and the two matrices of an adapter of one of its layers."""
+    import numpy as np
+
+    from hocket.spec.tensor_file import TensorEntry, write_tensors
+
+    (folder / "base").mkdir()
+    for file, shapes in (
+        ("base/model.safetensors", {"a.q_proj.weight": (6, 4), "a.norm.weight": (4,)}),
+        (
+            "adapter_model.safetensors",
+            {f"base_model.model.a.q_proj.lora_{m}.weight": s for m, s in
+             (("A", (2, 4)), ("B", (6, 2)))},
+        ),
+    ):  # fmt: skip
+        entries = [TensorEntry(name=n, dtype="F32", shape=s) for n, s in shapes.items()]
+        values = [np.arange(np.prod(s), dtype=np.float32) for s in shapes.values()]
+        write_tensors(folder / file, entries, values)
+
+
+@kind("adapter weights", "adapter_model.safetensors", copied(_adapter_weights), mutate.safetensors)
+def _read_adapter_weights(folder: Path) -> None:
+    """As the process that merges, which reports any error and ends."""
+    from safetensors import SafetensorError
+
+    from hocket.models.merged import _merge_tensors
+    from hocket.spec.errors import ModelError
+
+    (folder / "to").mkdir(exist_ok=True)
+    try:
+        _merge_tensors(folder, folder / "base", folder / "to", 2.0, False)
+    except (SafetensorError, RuntimeError) as error:
+        raise ModelError(str(error)) from None
+
+
+def _window_parts(folder: Path) -> Any:
+    from hocket.training import data_paths
+    from hocket.training.corrupt import CorruptRecords
+    from hocket.training.token_window import TokenStream, WindowMaker
+    from hocket.training.tokenizer import byte_tokenizer
+    from hocket.training.windowed import _texts
+
+    sources = data_paths.find_sources([folder / "a.jsonl"], streaming=True).sources
+    stream = TokenStream(_texts(sources, "text", CorruptRecords()), byte_tokenizer(), 2)
+    return WindowMaker(
+        folder, stream, samples=4, seq_len=16, dtype="uint16", first=0, last=9
+    )  # fmt: skip
+
+
+def _windows(folder: Path) -> None:
+    lines = (json.dumps({"text": f"{number} " * 9}) + "\n" for number in range(30))
+    (folder / "a.jsonl").write_text("".join(lines))
+    maker = _window_parts(folder)
+    for window in range(4):
+        maker.make(window)
+
+
+@kind("windows.json", "windows.json", copied(_windows), mutate.checksummed)
+def _read_windows(folder: Path) -> None:
+    maker = _window_parts(folder)
+    maker.clean()
+    for window in (1, 3, 5):
+        maker.make(window)
+
+
 # --- what a report reads --------------------------------------------------------------------------
 
 

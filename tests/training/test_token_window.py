@@ -16,7 +16,8 @@ import pytest
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import JobRequest, request
 from hocket.spec.errors import DataError, OptionError
-from hocket.spec.run import RunFolder
+from hocket.spec.files import json_crc32
+from hocket.spec.run import CHECKSUM, RunFolder
 from hocket.training.data import prepare_data
 from hocket.training.dataset import BatchOrder, WindowDataset, open_dataset
 from hocket.training.token_manifest import TRAIN, VALID, Tokens, verify_tokens
@@ -320,6 +321,33 @@ def test_marks_that_cannot_be_read_are_made_again(job: JobRequest) -> None:
         n: m for n, m in again.marks.items() if n < 6
     }
     assert tokens_of(folder, 5) == expected(folder, 5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"place": 3},
+        {"place": [0, 0]},
+        {"near": 10**6},
+        {"offset": -1},
+        {"crc32": "x"},
+        {"document": 1.5},
+    ],
+)
+def test_marks_of_no_place_are_made_again(job: JobRequest, wrong: dict[str, Any]) -> None:
+    folder = prepared(job)
+    maker = window_maker(folder, job)
+    assert maker is not None
+    maker.make(0)
+    body = json.loads((folder.data / MARKS).read_text())
+    del body[CHECKSUM]
+    body["1"] |= wrong
+    (folder.data / MARKS).write_text(json.dumps({**body, CHECKSUM: json_crc32(body)}))
+    again = window_maker(folder, job)
+    assert again is not None
+    assert set(again.marks) == {0}
+    again.make(1)
+    assert tokens_of(folder, 1) == expected(folder, 1)
 
 
 def test_what_is_no_stream_is_rejected(job: JobRequest, tmp_path: Path) -> None:

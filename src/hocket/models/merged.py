@@ -193,6 +193,8 @@ def _merge_tensors(folder: Path, base: Path, to: Path, scale: float, transposed:
                     tensors[key] = weights.get_tensor(key)
             for key in tensors.keys() & pairs.keys():
                 a, b = (opened.get_tensor(part) for part in pairs[key])
+                if not (a.is_floating_point() and b.is_floating_point()):
+                    raise ModelError(f"the adapter of {key} is of {a.dtype} and {b.dtype}")
                 delta = scale * (b.to(torch.float32) @ a.to(torch.float32))
                 delta = delta.T if transposed else delta
                 weight = tensors[key]

@@ -304,9 +304,22 @@ def _marks(folder: Path) -> dict[int, Mark]:
         body = parse_json(read_text(folder / MARKS))
         if body.pop(CHECKSUM) != json_crc32(body):
             return {}
-        return {int(number): Mark(**mark) for number, mark in body.items()}
+        found = {int(number): Mark(**mark) for number, mark in body.items()}
     except (OSError, *MALFORMED):
         return {}
+    return found if 0 in found and all(map(_possible, found.values())) else {}
+
+
+def _possible(mark: Mark) -> bool:
+    """Whether the numbers of a mark can be those of a place."""
+    place = mark.place if isinstance(mark.place, list) else []
+    counts = [mark.document, mark.offset, mark.near, *place]
+    return (
+        len(place) == 3
+        and all(type(count) is int and count >= 0 for count in counts)
+        and mark.near <= mark.document
+        and type(mark.crc32) in (int, type(None))
+    )
 
 
 def ask(folder: Path, window: int) -> None:
