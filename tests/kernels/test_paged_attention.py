@@ -175,6 +175,8 @@ def test_large_heads_and_odd_blocks_are_rejected() -> None:
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_equals_plain_pytorch_on_a_gpu(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
+    if case.cached is not None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
     assert largest_error(case, "cuda") < TOLERANCE[case.dtype]
 
 

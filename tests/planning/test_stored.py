@@ -115,6 +115,11 @@ def test_a_dense_model_in_8_bits_is_served_here() -> None:
     assert words[words.index("--quantization") + 1] == "fp8"
     assert words[words.index("--dtype") + 1] == "bf16"
     assert "--emit hocket, vllm or sglang" in plans_text([plan])
+    assert "--kv-cache-dtype" not in words
+    (few,) = serve_plan("llama-3-8b", cluster="H100", cache_precision="fp8")
+    words = serve_command([few])
+    assert words is not None
+    assert words[words.index("--kv-cache-dtype") + 1] == "fp8"
 
 
 def test_too_few_gpus_name_weights_that_fit() -> None:

@@ -17,7 +17,7 @@ from hocket.cli.rehearse import print_serving
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.jobs.serving import rehearse as job
 from hocket.jobs.serving.rehearsal_fit import require_replica
-from hocket.spec.errors import LayoutError, ScheduleError
+from hocket.spec.errors import LayoutError, OptionError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.serving import ServeOptions
@@ -234,6 +234,37 @@ def test_layers_that_no_library_takes_are_read_by_triton(workers: RehearsalWorke
     assert row["kernel"] == "triton"
     assert row["block_size"] == 16
     assert row["rejected"]["fa2"] == "does not compute in float32"
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2.ep2"])
+def test_a_cache_in_8_bits_holds_twice_the_tokens(workers: RehearsalWorkers, layout: str) -> None:
+    """Pages of half the bytes, read by the Triton kernel; captured, nothing read on the host."""
+    found = {
+        kind: job.rehearse_replica(
+            replica("mixtral", layout, kv_cache_dtype=kind, block_size=256), workers=workers
+        )
+        for kind in ("auto", "fp8")
+    }
+    few, plain = found["fp8"], found["auto"]
+    assert few.ends
+    assert few.host_reads() == []
+    for rank, one in few.ranks.items():
+        other = plain.ranks[rank]["memory"]
+        assert one["graphs"]["reason"] == ""
+        (row,) = one["attention"]
+        assert (row["kernel"], row["cached"]) == ("triton", "float8_e4m3fn")
+        assert row["rejected"]["fa2"] == "does not read a cache in 8 bits"
+        memory, predicted = one["memory"], few.predicted[one["stage"]]
+        assert predicted["token"] * memory["cache_tokens"] == memory["cache"]
+        assert 2 * memory["cache"] * other["cache_tokens"] == (
+            other["cache"] * memory["cache_tokens"]
+        )
+        assert predicted["step"] == pytest.approx(memory["step"], rel=0.05)
+
+
+def test_a_gpu_without_8_bit_floats_has_no_such_cache() -> None:
+    with pytest.raises(OptionError, match=r"compute capability 8\.0"):
+        job.rehearse_replica(replica("llama", "tp1", kv_cache_dtype="fp8"), gpu="A100")
 
 
 def test_equal_tensor_ranks_are_executed_once() -> None:

@@ -72,6 +72,8 @@ class Check:
         quantization: with --serve: check weights and rows of matmuls in 8 bits, emulated on a CPU,
             compared with plain transformers that quantizes both by the format's definition. One of:
             fp8.
+        kv_cache_dtype: with --serve: the cache in fp8 (e4m3), compared with plain transformers
+            whose cache quantizes keys and values. One of: auto, bf16, fp8.
         matrix: check a tiny model of every type that transformers has, at every kind of layout.
         quick: with --matrix: two layouts that cover every axis.
         types: with --matrix: only these model types; TYPE+ is its second configuration, with
@@ -105,6 +107,7 @@ class Check:
     json: bool = False
     serve: bool = False
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     matrix: bool = False
     quick: bool = False
     types: Types = ()
@@ -124,11 +127,13 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
-    if flags.quantization is not None:
-        raise OptionError(
-            "--quantization is an option of servers",
-            hint=f"hocket check {flags.model} --serve --quantization fp8",
-        )
+    for name in ("quantization", "kv_cache_dtype"):
+        if name in said:
+            flag = name.replace("_", "-")
+            raise OptionError(
+                f"--{flag} is an option of servers",
+                hint=f"hocket check {flags.model} --serve --{flag} fp8",
+            )
     if not {"layout", *TERMS} & set(said):
         raise OptionError(
             "check compares a layout with one process, and no layout was given",

@@ -54,6 +54,7 @@ class RehearseFlags:
             nf4.
         optimizer: AdamW, moments in fp32 or 8 bits. One of: adamw, adamw_8bit.
         trust_remote_code: run Python code that the model directory contains.
+        kv_cache_dtype: with --serve, precision of the key/value cache. One of: auto, bf16, fp8.
         quantization: with --serve, precision of the weights of linear layers and experts
             (default: that of --dtype). One of: fp8.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
@@ -86,6 +87,7 @@ class RehearseFlags:
     quantize_base: Text = None
     optimizer: str = "adamw"
     trust_remote_code: bool = False
+    kv_cache_dtype: str = "auto"
     quantization: Text = None
     serve: bool = False
     json: bool = False
@@ -119,6 +121,11 @@ def main(arguments: Sequence[str]) -> int:
         )
     if flags.serve:
         return _serve(flags, written)
+    if flags.kv_cache_dtype != "auto":
+        raise OptionError(
+            "--kv-cache-dtype is of a server's cache, and this rehearses a training step",
+            hint="--serve",
+        )
     if flags.quantization is not None:
         raise OptionError(
             "--quantization stores the weights of a server, and this rehearses a training step",
@@ -185,6 +192,7 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
         layers=flags.layers,
         trust_remote_code=flags.trust_remote_code,
         quantization=flags.quantization,
+        kv_cache_dtype=flags.kv_cache_dtype,
     )
     return print_serving(spec, gpu=flags.gpu, as_json=flags.json)
 

@@ -82,6 +82,7 @@ class MeasuredReplica:
         dtype: `fp32` or `bf16`. quantization: of the weights of linear layers, None or `fp8`.
         block_size: tokens of a block of the cache. cpu: whether its ranks compute on a CPU.
         routing_bytes: of a routing weight; fp32 unless it is known, as most families have it.
+        cached_bytes: of an entry of the cache; 0: as of activations.
     """
 
     shape: ModelShape
@@ -91,6 +92,7 @@ class MeasuredReplica:
     block_size: int = 16
     cpu: bool = True
     routing_bytes: int = 4
+    cached_bytes: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -106,7 +108,7 @@ class MeasuredReplica:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Of activations, of what ranks send each other and of the cache."""
+        """Of activations, and of what ranks send each other."""
         return BYTES["fp32"] if self.half else self.element_bytes
 
     @functools.cached_property
@@ -160,7 +162,7 @@ class MeasuredReplica:
         for kind in self.stages[stage]:
             for core, latent in zip(self.cores_of(kind), self.latents_of(kind), strict=True):
                 total += latent or self._held(core) * (core.head_dim + core.value_dim)
-        return total * self.state_bytes // self.layout.cp
+        return total * (self.cached_bytes or self.state_bytes) // self.layout.cp
 
     def _held(self, core: Attention) -> int:
         """Key/value heads on one tensor rank."""
@@ -187,7 +189,7 @@ class MeasuredReplica:
 
     @functools.cached_property
     def _tables(self) -> float:
-        """Of one token, elements of what all layers read: cosines and sines."""
+        """Of one token, elements of cosines and sines."""
         rows = {row.name: row for one in self.shape.blocks.values() for row in one.saved}
         return sum(row.bytes for row in rows.values() if row.view == SHARED) / self.state_bytes
 
@@ -201,8 +203,7 @@ class MeasuredReplica:
 
     def _attention_elements(self, block: BlockShape) -> float:
         """Of one token, at the peak of attention as the model's own code does it: in the
-        rotation of the queries (two products and their sum), or when its result is multiplied.
-        Until then what was projected stays; cosines and sines stay for all layers."""
+        rotation of the queries (two products and their sum), or when its result is multiplied."""
         tables = self._tables
         normed = any(".q_norm." in f".{w.name}" for w in block.weights)
         found = 0.0
@@ -218,8 +219,7 @@ class MeasuredReplica:
 
 
 class _Step(NamedTuple):
-    """What a step computes: `prompt` tokens that attend to `attended` on average, `rows` that
-    decode over `context`."""
+    """`prompt` tokens that attend to `attended` on average, `rows` that decode over `context`."""
 
     prompt: float
     attended: float

@@ -79,6 +79,13 @@ CHECKS = (
         unrehearsed="Triton's kernels run on a GPU; tests execute them in Triton's interpreter",
     ),
     _row(
+        "paged-triton-fp8", "the same over a cache in 8 bits (--kv-cache-dtype fp8)",
+        "triton_paged", "within 3e-2 (bf16) of the largest entry",
+        packages=("triton",), seconds=0.5, timeout=120.0, capability=(8, 9), rehearsals=(),
+        arguments={"converted": True},
+        unrehearsed="Triton's kernels run on a GPU; tests execute them in Triton's interpreter",
+    ),
+    _row(
         "fp8-weights", "a weight in 8 bits, as a server stores it: inputs quantized by one kernel, "
         "compared with PyTorch's operations, and the matmul with one in fp64",
         "compare_fp8_weights",
@@ -295,8 +302,9 @@ def largest_step(place: Place) -> CheckOutcome:
     return place.outcome(step_bytes=taken, cache_bytes=cache)
 
 
-def triton_paged(place: Place) -> CheckOutcome:
-    """The kernel's own cases, each compared with explicit softmax in fp64."""
+def triton_paged(place: Place, *, converted: bool = False) -> CheckOutcome:
+    """The kernel's own cases, each compared with explicit softmax in fp64; `converted`: those whose
+    cache is in 8 bits."""
     import dataclasses
 
     import torch
@@ -305,8 +313,12 @@ def triton_paged(place: Place) -> CheckOutcome:
 
     worst, cases = (0.0, ""), 0
     for case in CASES:
+        if (case.cached is not None) != converted:
+            continue
         dtypes = {torch.bfloat16 if case.dtype == torch.float32 else case.dtype}
-        if max(case.counts) > 1:  # of decode, the trials have every kind of layer in fp32
+        if (
+            max(case.counts) > 1 and not converted
+        ):  # of decode, the trials have every kind of layer in fp32
             dtypes.add(case.dtype)
         for kind in dtypes:
             error = largest_error(dataclasses.replace(case, dtype=kind), place.device)

@@ -6,6 +6,7 @@ Legend: S tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,25 @@ class PlainModel:
             folder, dtype=torch.float32, attn_implementation="eager",
             trust_remote_code=trust_remote_code,
         ).eval()  # fmt: skip
+        self.new_cache: Callable[[Any], Any] | None = None
+        """Of the configuration: what keeps the keys and values of one sequence. None: nothing
+        does, and `generate` has its own."""
 
     @torch.no_grad()
     def logits(self, tokens: tuple[int, ...]) -> Tensor:
         """[S, V] of one sequence, by one forward without a cache."""
-        found: Tensor = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        cache = self._cache()
+        found: Tensor = self._model(
+            input_ids=torch.tensor([tokens]), use_cache=bool(cache), **cache
+        ).logits[0]
         return found
+
+    def _cache(self) -> dict[str, Any]:
+        return (
+            {}
+            if self.new_cache is None
+            else {"past_key_values": self.new_cache(self._model.config)}
+        )
 
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int) -> list[int]:
@@ -46,6 +60,7 @@ class PlainModel:
         made = self._model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
             max_new_tokens=count, do_sample=False, use_cache=True,
+            **self._cache(),
         )  # fmt: skip
         found: list[int] = made[0, len(prompt) :].tolist()
         return found

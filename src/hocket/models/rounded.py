@@ -1,4 +1,4 @@
-"""RoundedProducts: plain transformers whose matmuls multiply what 8-bit floats hold.
+"""RoundedProducts, RoundedCache: plain transformers whose matmuls multiply what 8-bit floats hold.
 
     W  [.., out, in]   each row rounded to e4m3 by its own largest entry / 448, once
     x  [.., T, in]     each row likewise, whenever some code of the model multiplies it by such a W
@@ -7,6 +7,8 @@
 By the definition of the format, and by no kernel: it is the reference of answers that are computed
 in 8 bits. Matmuls are found below the model's code, by the storage of what is multiplied, so that
 every family's own forward is executed, experts included.
+
+A cache in 8 bits rounds keys and values, with the scale 1, where transformers' own takes them in.
 
 Legend: T rows, `in` and `out` the sides of a weight.
 """
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,14 +38,20 @@ _FACTORS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
 """Operators of torch that multiply matrices, and the place of the first."""
 
 
-def rounded_to_e4m3(values: Tensor) -> Tensor:
-    """[..., K], each row rounded by its own largest entry: four significant bits, exponents from
-    -6, ties to even; fp64. Scales are found and divided by in fp32, as the format's users do."""
-    scale = values.float().abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
-    scaled = (values.float() / scale).double()
+def e4m3(values: Tensor) -> Tensor:
+    """The nearest numbers of e4m3, fp64: four significant bits, exponents from -6, ties to even,
+    the largest at its bounds."""
+    scaled = values.double().clamp(-LARGEST, LARGEST)
     exponent = scaled.abs().clamp(min=2.0**-30).log2().floor().clamp(min=LOWEST_EXPONENT)
     unit = 2.0 ** (exponent - FRACTION_BITS)
-    return (scaled / unit).round() * unit * scale
+    return (scaled / unit).round() * unit
+
+
+def rounded_to_e4m3(values: Tensor) -> Tensor:
+    """[..., K], each row rounded by its own largest entry; fp64. Scales are found
+    and divided by in fp32, as the format's users do."""
+    scale = values.float().abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    return e4m3(values.float() / scale) * scale
 
 
 class RoundedProducts(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
@@ -81,10 +90,6 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
             args[first], args[first + 1] = self._factors(args[first], args[first + 1])
         return func(*args, **(kwargs or {}))
 
-    def reseed(self, seed: int) -> None:
-        """Draw the noise from the beginning."""
-        self._generator.manual_seed(seed)
-
     def _factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         known = self._known.get(_storage(right))
         if known is not None:
@@ -96,10 +101,34 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
 
     def _rounded(self, x: Tensor, name: str, ranks: list[Tensor]) -> Tensor:
         self.missing.discard(name)
-        if self.noise:
-            drawn = torch.rand(x.shape, generator=self._generator, dtype=x.dtype) * 2 - 1
-            x = x + self.noise * drawn * x.abs().amax(-1, keepdim=True)
-        return _by_rank(x, ranks)
+        return _by_rank(self.disturbed(x), ranks)
+
+    def disturbed(self, x: Tensor) -> Tensor:
+        """With noise, if there is any."""
+        if not self.noise:
+            return x
+        drawn = torch.rand(x.shape, generator=self._generator, dtype=x.dtype) * 2 - 1
+        return x + self.noise * drawn * x.abs().amax(-1, keepdim=True)
+
+
+class RoundedCache(transformers.DynamicCache):
+    """transformers' cache of one sequence, whose keys and values are those of e4m3.
+
+    Args:
+        config: of the model. products: whose noise is added to them.
+    """
+
+    def __init__(self, config: Any, products: RoundedProducts) -> None:
+        super().__init__(config=config)
+        self._products = products
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        key, value = (
+            e4m3(self._products.disturbed(x)).to(x.dtype) for x in (key_states, value_states)
+        )
+        return super().update(key, value, *args, **others)
 
 
 def _by_rank(x: Tensor, ranks: list[Tensor]) -> Tensor:

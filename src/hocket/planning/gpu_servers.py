@@ -66,7 +66,10 @@ class GpuServers:
     def replica(self, layout: Layout, sizes: EngineSizes) -> ReplicaEstimate:
         """As `Servers.replica`. Raises OptionError for a precision that the GPU lacks."""
         one = replica_layout(layout)
-        problem = dataclasses.replace(self._problem, ep=one.dp, cp=layout.cp)
+        cached = "fp8" if sizes.kv_cache_dtype == "fp8" else "bf16"
+        problem = dataclasses.replace(
+            self._problem, ep=one.dp, cp=layout.cp, cache_precision=cached
+        )
         prices = problem.prices(one.tp, one.pp, sizes.batch_tokens)
         available = int(self.usable * prices.memory)
         weights, step = round(prices.weight_bytes), round(prices.overhead_bytes)

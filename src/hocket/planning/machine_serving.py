@@ -58,7 +58,7 @@ class EngineSizes:
         batch_tokens: of a step. rows: requests at once. longest: tokens of a request.
         block_size: of the cache. cache: bytes of it on each rank; 0: what is free.
         tokens: that the cache is to hold; 0: as many as `cache` bytes do.
-        dtype: of weights and cache.
+        dtype: of weights and cache. kv_cache_dtype: of the cache where it is another, fp8.
     """
 
     batch_tokens: int
@@ -68,6 +68,7 @@ class EngineSizes:
     cache: int = 0
     tokens: int = 0
     dtype: str = "fp32"
+    kv_cache_dtype: str = "auto"
 
 
 def usual(longest: int) -> Service:

@@ -11,7 +11,7 @@ from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
-from hocket.spec.serving import replica_layout
+from hocket.spec.serving import cached_bytes, replica_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class MeasuredServers:
             shape=self.shape,
             layout=replica_layout(layout),
             dtype=sizes.dtype,
+            cached_bytes=cached_bytes(sizes.kv_cache_dtype),
             block_size=sizes.block_size,
         )
         rates = Rates(machine.measured, replica.dtype)

@@ -76,6 +76,7 @@ def expected_serving(spec: str) -> dict[str, Any]:
 def _serving(spec: RunSpec) -> list[dict[str, int]]:
     from hocket.cost.measured_serving import MeasuredReplica
     from hocket.ranks.trace import shape_here
+    from hocket.spec.serving import cached_bytes
 
     sizes = spec.serving
     assert sizes is not None
@@ -87,6 +88,7 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
         dtype=spec.workload.dtype,
         cpu=False,
         quantization=sizes.quantization,
+        cached_bytes=cached_bytes(sizes.kv_cache_dtype),
     )
     if any(p.groups > 1 for block in replica.shape.blocks.values() for p in block.products):
         replica = dataclasses.replace(replica, routing_bytes=_routing_bytes(spec))

@@ -186,6 +186,7 @@ def build_part(
     """
     from hocket.schedules.registry import build_schedule
     from hocket.serving.engine import attention
+    from hocket.serving.engine.cache import cache_dtype
     from hocket.serving.engine.device_sampler import DeviceSampler
     from hocket.serving.engine.part import StagePart
     from hocket.serving.engine.runner import StageRunner
@@ -221,6 +222,7 @@ def build_part(
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         max_model_len=longest,
+        cache_dtype=cache_dtype(options),
         threads=spec.options.threads,
         lookahead=lookahead,
     )

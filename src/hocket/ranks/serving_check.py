@@ -103,13 +103,17 @@ def compare_answers(context: RankContext, payload: dict[str, Any]) -> None:
 
     Payload: `folder` of the model, `trust_remote_code`, `answers`: a file of {layout: a list of
     answers} (`jobs.serving.check`), `generate`: compare with `generate` too, `columns`: of weights
-    in 8 bits (`ranks.eight_bits`), or None. Emits `{"event": "compared", "layout", "report"}` for
-    each layout, or `{"event": "compared", "crashed": why}`.
+    in 8 bits (`ranks.eight_bits`), or None, `cache`: whether that is in 8 bits. Emits
+    `{"event": "compared", "layout", "report"}` for each layout, or `{"event": "compared",
+    "crashed": why}`.
     """
     served = json.loads(Path(payload["answers"]).read_text())
     try:
-        kind = _Reference if payload.get("columns") is None else _EightBitReference
-        reference = kind(payload["folder"], payload["trust_remote_code"], payload.get("columns"))
+        columns, cache = payload.get("columns"), bool(payload.get("cache"))
+        folder, trusted = payload["folder"], payload["trust_remote_code"]
+        reference = _Reference(folder, trusted)
+        if columns is not None or cache:
+            reference = _EightBitReference(folder, trusted, columns or {}, cache=cache)
         reports = reference.reports(served, generate=payload["generate"])
     except Exception as error:  # of transformers itself: there is nothing to compare with
         context.emit({"event": "compared", "crashed": f"{type(error).__name__}: {error}"})
@@ -123,7 +127,7 @@ class _Reference:
 
     eight_bits = 0.0
 
-    def __init__(self, folder: str, trust_remote_code: bool, columns: Any = None) -> None:
+    def __init__(self, folder: str, trust_remote_code: bool) -> None:
         from hocket.models.plain import PlainModel
 
         self.model = PlainModel(folder, trust_remote_code=trust_remote_code)
@@ -209,15 +213,19 @@ class _Reference:
 
 
 class _EightBitReference(_Reference):
-    """The same, whose matmuls by some weights are those of 8-bit floats."""
+    """The same, whose matmuls by some weights are those of 8-bit floats, or whose cache is."""
 
-    def __init__(self, folder: str, trust_remote_code: bool, columns: Any = None) -> None:
+    def __init__(
+        self, folder: str, trust_remote_code: bool, columns: dict[str, Any], *, cache: bool
+    ) -> None:
         from hocket.models.plain import PlainModel
-        from hocket.models.rounded import RoundedProducts
+        from hocket.models.rounded import RoundedCache, RoundedProducts
 
         super().__init__(folder, trust_remote_code)
         self.exact = PlainModel(folder, trust_remote_code=trust_remote_code)
         self.rounded = RoundedProducts(self.model.multiplied_one_by_one(), columns)
+        if cache:
+            self.model.new_cache = lambda config: RoundedCache(config, self.rounded)
 
     def logprobs(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self.known:

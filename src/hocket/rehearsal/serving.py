@@ -38,7 +38,7 @@ from hocket.schedules.registry import build_schedule
 from hocket.serving.engine import attention
 from hocket.serving.engine.attention_context import ContextStep
 from hocket.serving.engine.attention_kernels import Accelerator, Choice, choose_kernels
-from hocket.serving.engine.cache import BlockTables
+from hocket.serving.engine.cache import BlockTables, cache_dtype
 from hocket.serving.engine.device_sampler import DeviceSampler
 from hocket.serving.engine.graphs import DecodeGraphs
 from hocket.serving.engine.memory import CUDA_SHARE
@@ -153,7 +153,7 @@ class ServingRehearsal:
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 max_model_len=options.max_model_len, lookahead=lookahead, chooser=self._chosen,
-                graphs=capture,
+                graphs=capture, cache_dtype=cache_dtype(options),
             )  # fmt: skip
             memory.own("parameters", stage.module.parameters())
             warm_up(mesh)

@@ -186,6 +186,48 @@ def refused_quantization(
     return None
 
 
+CACHED = ("auto", "bf16", "fp8")
+"""In which a server may keep keys and values; auto: in the precision that it computes in."""
+
+
+def refused_cache(
+    kv_cache_dtype: str,
+    *,
+    cuda: bool,
+    dtype: str,
+    latent: bool = False,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Why ranks cannot keep keys and values so; None: they can.
+
+    Args:
+        kv_cache_dtype: one of `CACHED`.
+        cuda: whether ranks have CUDA devices. capability: theirs, None where not known yet.
+        dtype: of the server. latent: whether layers keep latent vectors (MLA).
+    """
+    if kv_cache_dtype == "bf16" and (dtype != "bf16" or not cuda):
+        return (
+            "kv_cache_dtype is bf16: keys and values are cached in the precision that attention "
+            f"computes in, which is fp32 {'with --dtype fp32' if cuda else 'on a CPU'}, or in fp8"
+        )
+    if kv_cache_dtype != "fp8":
+        return None
+    if latent:
+        return (
+            "kv_cache_dtype is fp8: layers of this model cache latent vectors (MLA), which matmuls "
+            "in the model's precision read, and which take less than a tenth of keys and values"
+        )
+    if cuda and dtype == "fp32":
+        return "kv_cache_dtype is fp8: the attention kernel converts it to bf16, and dtype is fp32"
+    if cuda and capability is not None and capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        return (
+            f"kv_cache_dtype is fp8: this GPU has the compute capability {have}; the attention "
+            f"kernel converts 8-bit floats from {need} on (Ada, Hopper, Blackwell)"
+        )
+    return None
+
+
 PINNED_SHARE = 0.5
 """Share of a machine's memory that offloaded activations may take, of all its GPUs together; what
 goes beyond it stays on the device."""

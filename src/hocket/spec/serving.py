@@ -33,6 +33,9 @@ class ServeOptions:
         insecure: allow an address other than loopback without keys.
         quantization: precision of the weights of linear layers and experts, on GPUs of compute
             capability 8.9 or higher (default: that of --dtype). One of: fp8.
+        kv_cache_dtype: precision of the key/value cache: auto (that of --dtype), bf16, or fp8
+            (e4m3, half the bytes; on CPUs and on GPUs of compute capability 8.9 or higher). One of:
+            auto, bf16, fp8.
         served_model_name: model name in the API (default: the name of the model folder).
         max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,
             2048 on CUDA).
@@ -66,6 +69,7 @@ class ServeOptions:
     api_key_file: str | None = None
     insecure: bool = False
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     served_model_name: str | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
@@ -81,6 +85,11 @@ class ServeOptions:
     chat_template_file: str | None = None
     max_restarts: int = 8
     reload_dir: str | None = None
+
+
+def cached_bytes(kv_cache_dtype: str) -> int:
+    """Bytes of an entry of the cache; 0: as of what attention computes in."""
+    return 1 if kv_cache_dtype == "fp8" else 0
 
 
 def replica_layout(layout: Layout) -> Layout:

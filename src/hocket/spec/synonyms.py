@@ -11,6 +11,7 @@ from collections.abc import Collection
 from hocket.spec.errors import CUTOFF, OptionError, nearest
 
 SYNONYMS = {
+    "kv_cache_dtype": "cache_precision",
     # transformers, accelerate, TRL
     "model_name_or_path": "model",
     "dataset": "data",

@@ -85,7 +85,7 @@ def served_check(
     Args:
         values: `model`, `layout`, and options of `hocket serve` that change what is computed:
             `backend`, `threads`, `device`, `attention`, `seed`, `trust_remote_code`,
-            `quantization`. A model without weights gets random ones.
+            `quantization`, `kv_cache_dtype`. A model without weights gets random ones.
         on_event: called with `{"event": "phase", "name"}`.
 
     Raises:
@@ -96,7 +96,11 @@ def served_check(
     from hocket.jobs.proxy import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
-    from hocket.jobs.serving.eight_bits import emulated_on_cpu, require_eight_bits
+    from hocket.jobs.serving.eight_bits import (
+        emulated_on_cpu,
+        require_cached,
+        require_eight_bits,
+    )
     from hocket.launch import joined_context
     from hocket.models.source import resolve_model
 
@@ -105,8 +109,9 @@ def served_check(
             "check starts its own ranks; it was started as one of another launcher's",
             hint="run it without torchrun",
         )
-    few = values.get("quantization")
-    wanted = request({name: value for name, value in values.items() if name != "quantization"})
+    few, cached = values.get("quantization"), values.get("kv_cache_dtype", "auto")
+    own = ("quantization", "kv_cache_dtype")
+    wanted = request({name: value for name, value in values.items() if name not in own})
     if wanted.workload.dtype != "fp32":
         raise OptionError(
             f"dtype is {wanted.workload.dtype}; equality is checked in fp32", hint="--dtype fp32"
@@ -116,6 +121,7 @@ def served_check(
         options = emulated_on_cpu(few, options)
     device_kind(options)
     source = resolve_model(wanted.model, trust_remote_code=options.trust_remote_code)
+    require_cached(cached, "fp32", source.config, cuda=options.device == "cuda")
     layout = serve_request.legal_server_layout(source, wanted.layout, "cpu")
 
     def say(name: str) -> None:
@@ -144,12 +150,13 @@ def served_check(
             launcher, directory, wanted.layout, checked_sizes(source, longest,
             launcher.device_kind),
             restart=True, emulated=few is not None, attention=options.attention, quantization=few,
+            kv_cache_dtype=cached,
             trust_remote_code=options.trust_remote_code, **shared,
         )  # fmt: skip
         say("plain transformers")
         (report,) = layout_reports(
             launcher, directory, {str(wanted.layout): answers}, Path(folder), generate=True,
-            columns=columns, trust_remote_code=options.trust_remote_code,
+            columns=columns, cache=cached == "fp8", trust_remote_code=options.trust_remote_code,
         ).values()  # fmt: skip
     return report
 
@@ -334,11 +341,12 @@ def layout_reports(
     *,
     generate: bool = False,
     columns: Mapping[str, Any] | None = None,
+    cache: bool = False,
     trust_remote_code: bool = False,
 ) -> dict[str, ServedCheck]:
     """The report of each layout, from its answers and one run of plain transformers.
 
-    `columns`: of the weights in 8 bits (`ranks.eight_bits`).
+    `columns`: of the weights in 8 bits (`ranks.eight_bits`). `cache`: whether that is in 8 bits.
 
     Raises:
         ModelError: plain transformers fails on the model.
@@ -348,7 +356,7 @@ def layout_reports(
     heard: list[Event] = []
     payload = {
         "folder": str(directory), "answers": str(file), "generate": generate,
-        "columns": columns, "trust_remote_code": trust_remote_code,
+        "columns": columns, "cache": cache, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     launcher.run(
         f"{REFERENCE}:compare_answers", 1, payload, heard.append,

@@ -64,8 +64,8 @@ def emitted_deployment(plan: ServicePlan, tool: str) -> str:
         if words is None:
             raise OptionError(
                 f"{plan.model}: hocket serve does not run this deployment: it is one node in bf16 "
-                "or fp32, or with linear layers and experts in fp8, and caches in 16 "
-                f"bits; the plan is of {plan.stored.title}, cached in {plan.cache_precision}",
+                "or fp32, or with linear layers and experts in fp8, and caches in 16 bits or "
+                f"fp8; the plan is of {plan.stored.title}, cached in {plan.cache_precision}",
                 hint="--quantization none --cache-precision bf16, or --emit vllm",
             )
         return shlex.join(["hocket", *words]) + "\n"
@@ -116,6 +116,7 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
         return None
     stored = plans[0].stored
     few = [] if stored.quantization == "none" else ["--quantization", stored.quantization]
+    few += ["--kv-cache-dtype", "fp8"] if plans[0].cache_precision == "fp8" else []
     return [
         "serve", served, "--layout", best.layout.axes_text(), "--dtype", stored.dtype, *few,
         "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.max_sequences),
@@ -125,8 +126,13 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
 
 def served_here(plan: ServicePlan) -> bool:
     """Whether `hocket serve` computes with weights that are stored so, and its cache."""
+    few, entry = plan.cache_precision == "fp8", catalogue_entry(plan.model)
+    if few and entry is not None and entry.config.get("kv_lora_rank") is not None:
+        return False  # latent vectors are cached in 16 bits
+    if plan.cache_precision not in ("bf16", "fp8"):
+        return False
     if plan.stored.quantization in QUANTIZED:
-        return plan.cache_precision == "bf16"
+        return True
     return plan.stored.quantization == "none" and plan.precision in RUN_HERE
 
 

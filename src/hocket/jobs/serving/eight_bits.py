@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.capabilities import QUANTIZED
+from hocket.spec.capabilities import CACHED, QUANTIZED, refused_cache
 from hocket.spec.errors import ModelError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.run import TrainOptions
@@ -20,6 +21,29 @@ def require_known(quantization: str) -> None:
     if quantization not in QUANTIZED:
         message, hint = unknown("quantization", str(quantization), QUANTIZED)
         raise OptionError(message, hint=f"--quantization fp8; {hint}" if hint else None)
+
+
+def require_cached(
+    kv_cache_dtype: str, dtype: str, config: Mapping[str, Any], *, cuda: bool,
+    capability: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Raise OptionError for a cache that there is not, or that ranks of these devices cannot have.
+
+    `capability`: of the GPU. None: this machine's, where it has one.
+    """
+    if kv_cache_dtype not in CACHED:
+        message, hint = unknown("kv_cache_dtype", str(kv_cache_dtype), CACHED)
+        raise OptionError(message, hint=f"--kv-cache-dtype fp8; {hint}" if hint else None)
+    if cuda and capability is None and kv_cache_dtype == "fp8":
+        from hocket.probing.devices import compute_capability
+
+        capability = compute_capability()
+    latent = config.get("kv_lora_rank") is not None
+    why = refused_cache(
+        kv_cache_dtype, cuda=cuda, dtype=dtype, latent=latent, capability=capability
+    )
+    if why is not None:
+        raise OptionError(why, hint="--kv-cache-dtype auto")
 
 
 def emulated_on_cpu(quantization: str, options: TrainOptions) -> TrainOptions:

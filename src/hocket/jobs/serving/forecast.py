@@ -213,6 +213,7 @@ def sizes_of(server: PreparedServer) -> EngineSizes:
         cache=0 if options.cache_memory is None else int(parse_bytes(options.cache_memory)),
         tokens=(options.num_blocks or 0) * (options.block_size or BLOCK_SIZE),
         dtype=server.request.workload.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.serving.eight_bits import require_cached
 from hocket.spec.capabilities import refused_quantization
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -252,6 +253,10 @@ def rehearse_replica(
     )
     if why is not None:
         raise OptionError(why, hint="leave --quantization out")
+    require_cached(
+        options.kv_cache_dtype, spec.workload.dtype, spec.config, cuda=True,
+        capability=device.capability,
+    )  # fmt: skip
     stands_for = _representatives(spec.layout)
     wanted = sorted(set(stands_for.values()))
     tasks = [_task(spec, device, rank, modules) for rank in reversed(wanted)]

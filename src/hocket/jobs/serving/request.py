@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import defaults, precision
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving import context
-from hocket.jobs.serving.eight_bits import require_known
+from hocket.jobs.serving.eight_bits import require_cached, require_known
 from hocket.jobs.serving.joined import joined_world
 from hocket.spec import renamed
 from hocket.spec.capabilities import absent
@@ -158,6 +158,9 @@ def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServ
             f"{wanted.model} has no weights, and random ones would answer noise",
             hint="a run folder, a directory with safetensors weights, or ORG/NAME on the Hub",
         )
+    require_cached(
+        options.kv_cache_dtype, wanted.workload.dtype, source.config, cuda=device == "cuda"
+    )
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
     sizes = _sizes(options, source, device)
     context.require_divided_blocks(sizes.block_size or BLOCK_SIZE, layout)

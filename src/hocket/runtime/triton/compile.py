@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -36,6 +37,9 @@ table of compute capabilities: 163, 99, 227, 227 and 99 KiB)."""
 
 FIRST_WITH_8_BITS = 89
 """The first with instructions of 8-bit floats; kernels without them are compiled for 80 instead."""
+
+CACHED_IN_8_BITS = "cache in 8 bits"
+"""End of the variants of paged attention whose keys and values are."""
 
 _RESERVED = 1024
 """Bytes of it that the driver takes for itself from sm_90 on, already taken off the limits."""
@@ -126,22 +130,29 @@ def _attention() -> Iterator[KernelSpecialization]:
     whole = [(torch.bfloat16, sizes) for sizes in heads] + [(torch.float32, s) for s in heads]
     for dtype, (key_size, value_size) in [*whole, (torch.float16, (128, 128))]:
         for queries in (1, 8, 16, 512):  # of a sequence: 4, 32, 64 and 2048 rows
-            for variant in ("plain", "window, softcap, sinks"):
+            for variant, converted in itertools.product(_VARIANTS, (False, True)):
+                if converted and dtype == torch.float32:
+                    continue
                 more = variant != "plain"
                 launch = launch_of(
                     dtype=dtype, num_tokens=queries, num_rows=1, num_heads=32, num_kv_heads=8,
                     key_size=key_size, value_size=value_size, block_size=16, max_blocks=1024,
                     max_seqlen_q=queries, causal=True, window=more, softcap=more, sinks=more,
-                    multiprocessors=132,
+                    multiprocessors=132, converted=converted,
                 )  # fmt: skip
                 half = dtype != torch.float32
                 found = KernelSpecialization(
-                    "attend_kernel", dtype, (key_size, value_size), launch.tile, variant,
-                    launch.constants, matmul=half or launch.constants["PRECISION"] == "tf32x3",
+                    "attend_kernel", dtype, (key_size, value_size), launch.tile,
+                    f"{variant}, {CACHED_IN_8_BITS}" if converted else variant, launch.constants,
+                    matmul=half or launch.constants["PRECISION"] == "tf32x3",
+                    lowest=FIRST_WITH_8_BITS if converted else 80,
                 )  # fmt: skip
                 if found not in seen:
                     seen.add(found)
                     yield found
+
+
+_VARIANTS = ("plain", "window, softcap, sinks")
 
 
 def _merging() -> Iterator[KernelSpecialization]:
@@ -251,8 +262,10 @@ def _signature(configuration: KernelSpecialization) -> dict[str, str]:
         "window", "query_stride_token", "query_stride_head", "num_tokens", "num_rows",
         "max_blocks", "num_kv_heads",
     )  # fmt: skip
+    pages = "*fp8e4nv" if configuration.variant.endswith(CACHED_IN_8_BITS) else pointer
     return {
-        **dict.fromkeys(("query", "key_cache", "value_cache", "sinks"), pointer),
+        **dict.fromkeys(("query", "sinks"), pointer),
+        **dict.fromkeys(("key_cache", "value_cache"), pages),
         **dict.fromkeys(("block_tables", "seqused_k", "cu_seqlens_q"), "*i32"),
         **dict.fromkeys(("out", "lse"), "*fp32" if split else pointer),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
@@ -289,6 +302,8 @@ def _results_table(compiled: list[Compiled]) -> str:
     tiles: dict[Any, dict[int, list[Compiled]]] = {}
     for one in compiled:
         c = one.configuration
+        if c.variant.endswith(CACHED_IN_8_BITS):
+            continue
         key = (c.kernel, c.dtype, c.sizes, c.tile)
         tiles.setdefault(key, {}).setdefault(one.arch, []).append(one)
     for (kernel, dtype, sizes, tile), found in tiles.items():
@@ -322,6 +337,10 @@ the fallback of the server where neither FlashAttention nor FlashInfer can do wh
 `grouped_mm_kernel` and `grouped_weight_gradient_kernel` are the matmuls of experts, forward and
 both gradients (`hocket.runtime.triton.grouped_gemm`), for dtypes and GPUs for which torch has no
 kernel.
+
+With a cache in 8 bits (`hocket serve --kv-cache-dtype fp8`) `attend_kernel` converts keys and
+values to the dtype of the query before it multiplies them. The tests compile these variants too,
+from sm_89 on; the table is of the others.
 
 With weights in 8 bits (`hocket serve --quantization fp8`), on architectures that have 8-bit floats,
 `quantize_rows_kernel` converts the inputs of matmuls, and `grouped_mm_kernel` multiplies experts of

@@ -3,7 +3,9 @@
 `paged_attention` takes chunks of prompts, decode steps and both in one batch, any number of query
 heads for a key/value head, head sizes up to 256 that may differ between keys and values, blocks of
 any multiple of 16 tokens, sliding windows, soft caps and attention sinks, in float16, bfloat16 and
-float32. It is the kernel for what the libraries cannot do, or where they are not installed.
+float32. With queries in 16 bits the cache may be in 8-bit floats (e4m3) of the scale 1, which are
+converted to the query's dtype before they are multiplied; in float32 that would spill registers.
+It is the kernel for what the libraries cannot do, or where they are not installed.
 
 Nothing is read back from the device: the grid follows from shapes and `max_seqlen_q`, so that a
 call can be captured in a CUDA graph and replayed with other lengths. A batch with too few tiles to
@@ -28,6 +30,7 @@ from torch import Tensor
 LARGEST_HEAD = 256
 BLOCK_MULTIPLE = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+E4M3 = torch.float8_e4m3fn
 
 _MOST_SPLITS = 64
 _INTERPRETED_MULTIPROCESSORS = 132
@@ -83,14 +86,17 @@ all, which fits the smallest shared memory among them (99 KiB of sm_120)."""
 
 
 def attention_tile(
-    dtype: torch.dtype, key_size: int, value_size: int, most_rows: int
+    dtype: torch.dtype, key_size: int, value_size: int, most_rows: int, *, converted: bool = False
 ) -> AttentionTile:
     """The tile for heads of these sizes in a batch whose longest sequence has `most_rows` rows.
 
-    The smallest that holds them, or the largest: a decode step gets tiles of 16 rows.
+    The smallest that holds them, or the largest: a decode step gets tiles of 16 rows. `converted`:
+    keys and values are in 8 bits, whose conversion takes the registers of larger tiles.
     """
     tiles = _SINGLE if dtype == torch.float32 else _HALF
-    found = tiles[max(64, padded(key_size), padded(value_size))]
+    width = max(64, padded(key_size), padded(value_size))
+    most = 128 if not converted else 16 if width == 64 else 64
+    found = tuple(tile for tile in tiles[width] if tile.rows <= most)
     return next((tile for tile in found if tile.rows >= most_rows), found[-1])
 
 
@@ -196,10 +202,13 @@ def _check(  # noqa: PLR0917
         raise ValueError(f"head sizes {size} and {values.shape[3]}: at most {LARGEST_HEAD}")
     if keys.shape[1] % BLOCK_MULTIPLE:
         raise ValueError(f"blocks of {keys.shape[1]} tokens: not a multiple of {BLOCK_MULTIPLE}")
-    if query.dtype not in DTYPES or keys.dtype != query.dtype or values.dtype != query.dtype:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    known = query.dtype in DTYPES and values.dtype == keys.dtype
+    if not known or not (keys.dtype == query.dtype or (half and keys.dtype == E4M3)):
         raise ValueError(
             f"query {query.dtype}, key_cache {keys.dtype}, value_cache {values.dtype}: one of "
-            "float16, bfloat16, float32 for all three"
+            "float16, bfloat16, float32 for all three, or float8_e4m3fn for both caches of the "
+            "first two"
         )
     for name, tensor, shape in (
         ("block_tables", tables, tuple(tables.shape)),
@@ -242,11 +251,12 @@ def launch_of(
     *, dtype: torch.dtype, num_tokens: int, num_rows: int, num_heads: int, num_kv_heads: int,
     key_size: int, value_size: int, block_size: int, max_blocks: int, max_seqlen_q: int,
     causal: bool, window: bool, softcap: bool, sinks: bool, multiprocessors: int,
+    converted: bool = False,
 ) -> Launch:  # fmt: skip
     """How a call of these sizes is launched: a function of what the host knows."""
     group = num_heads // num_kv_heads
     most_rows = min(max_seqlen_q, num_tokens) * group
-    tile = attention_tile(dtype, key_size, value_size, most_rows)
+    tile = attention_tile(dtype, key_size, value_size, most_rows, converted=converted)
     one_tile = most_rows <= tile.rows
     tiles = num_rows if one_tile else num_tokens * group // tile.rows + num_rows
     splits = num_splits(tiles * num_kv_heads, max_blocks * block_size, tile, multiprocessors)
@@ -281,7 +291,7 @@ def _paged_attention(  # noqa: PLR0917
         num_kv_heads=num_kv_heads, key_size=key_size, value_size=value_size,
         block_size=block_size, max_blocks=max_blocks, max_seqlen_q=max_seqlen_q, causal=causal,
         window=window is not None, softcap=softcap is not None, sinks=sinks is not None,
-        multiprocessors=_multiprocessors(query.device),
+        multiprocessors=_multiprocessors(query.device), converted=key_cache.dtype == E4M3,
     )  # fmt: skip
     splits = launch.splits
     target, lse = out, out

@@ -74,6 +74,7 @@ class PagedBatch:
         sizes: D, Dv.
         block_size: tokens of a block.
         max_blocks: columns of the block table; 0: what the longest needs.
+        cached: dtype of keys and values. None: the query's.
         padding: rows of the query after the last sequence's.
     """
 
@@ -84,6 +85,7 @@ class PagedBatch:
     sizes: tuple[int, int] = (64, 64)
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    cached: torch.dtype | None = None
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
@@ -117,8 +119,8 @@ class PagedBatch:
         sinks = torch.randn(num_heads, generator=g) if self.sinks else None
         return {
             "query": query.to(device, self.dtype),
-            "key_cache": keys.to(device, self.dtype),
-            "value_cache": values.to(device, self.dtype),
+            "key_cache": keys.to(device, self.cached or self.dtype),
+            "value_cache": values.to(device, self.cached or self.dtype),
             "block_tables": tables.to(device),
             "seqused_k": torch.tensor(self.lengths, dtype=torch.int32, device=device),
             "cu_seqlens_q": begins.to(device),
@@ -165,6 +167,21 @@ def _cases() -> tuple[PagedBatch, ...]:
             more(base, name=f"{base.name} not causal", causal=False),
             more(base, name=f"{base.name} of float16", dtype=half),
             more(base, name=f"{base.name} of bfloat16", dtype=bf16),
+            more(
+                base,
+                name=f"{base.name} of float16 cached in 8 bits",
+                dtype=half,
+                cached=torch.float8_e4m3fn,
+            ),
+            more(
+                base,
+                name=f"{base.name} of bfloat16 cached in 8 bits, and all",
+                dtype=bf16,
+                cached=torch.float8_e4m3fn,
+                sinks=True,
+                softcap=3.0,
+                window=37,
+            ),
             more(base, name=f"{base.name} blocks of 48", block_size=48),
             more(base, name=f"{base.name} blocks of 256", block_size=256),
             more(base, name=f"{base.name} tables longer than sequences", max_blocks=20),

@@ -159,6 +159,8 @@ def attend_kernel(
             mask=inside[:, None] & (dv < DV)[None, :],
             other=0.0,
         )
+        k = k.to(q.dtype)  # of a cache in 8 bits; else it has that dtype
+        v = v.to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates without overflow
             bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0)

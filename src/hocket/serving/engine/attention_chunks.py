@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_pieces import attend_piece
 from hocket.serving.engine.attention_step import Chunk
+from hocket.serving.engine.cache import read
 
 _NEAR_BYTES = 1 << 20
 """Keys and values of a head that lie near the core while a chunk attends to them."""
@@ -47,8 +48,8 @@ def attend_chunk(
     if chunk.start:
         heads, block = keys.shape[1], keys.shape[2]
         blocks = chunk.blocks[: (chunk.start + block - 1) // block]
-        k = gathered(keys, blocks)[:, :, : chunk.start]
-        v = gathered(values, blocks)[:, :, : chunk.start]
+        k = gathered(keys, blocks, query.dtype)[:, :, : chunk.start]
+        v = gathered(values, blocks, query.dtype)[:, :, : chunk.start]
         # Queries of the heads that share a key lie one after the other: no key is repeated.
         _, num_heads, count, size = query.shape
         asked = query.reshape(1, heads, num_heads // heads * count, size)
@@ -90,10 +91,10 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def gathered(pool: Tensor, blocks: Tensor) -> Tensor:
-    """A sequence's blocks as [1, K, tokens, D]."""
+def gathered(pool: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sequence's blocks as [1, K, tokens, D] of a dtype."""
     # Picked first: of the transposed pool, all of it would be copied before a block is picked.
-    picked = pool.index_select(0, blocks)
+    picked = read(pool, blocks, dtype)
     count, heads, block, width = picked.shape
     return picked.transpose(0, 1).reshape(1, heads, count * block, width)
 
@@ -110,8 +111,8 @@ def _explicit(
         oldest = max(0, chunk.start + 1 - options.window)
     skipped = oldest // block
     end = chunk.start + count - skipped * block
-    k = gathered(keys, chunk.blocks[skipped:])[0, :, :end]
-    v = gathered(values, chunk.blocks[skipped:])[0, :, :end]
+    k = gathered(keys, chunk.blocks[skipped:], query.dtype)[0, :, :end]
+    v = gathered(values, chunk.blocks[skipped:], query.dtype)[0, :, :end]
     at = torch.arange(chunk.start, chunk.start + count).unsqueeze(1)
     seen = torch.arange(end) + skipped * block
     hidden = seen > at

@@ -37,7 +37,7 @@ from hocket.serving.engine.attention_pieces import (
     join_pieces,
 )
 from hocket.serving.engine.attention_step import StepIndices
-from hocket.serving.engine.cache import PagedCache
+from hocket.serving.engine.cache import PagedCache, as_cached, read, write
 from hocket.spec.serving import SPLIT_TOKENS
 
 _PIECE = 1024
@@ -146,11 +146,11 @@ class ContextAttention:
         pools = self.cache.keys[layer], self.cache.values[layer]
         for pool, new in zip(pools, (k, v), strict=True):
             rows = new.transpose(0, 1).index_select(0, self._own).flatten(1)
-            pool.view(-1, rows.shape[1]).index_copy_(0, self._stored, rows)
+            write(pool, self._stored, as_cached(pool, rows))
         heads = pools[0].shape[2]
 
         def rows_of(blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-            picked = (pool.index_select(0, blocks).view(*shape, *pool.shape[2:]) for pool in pools)
+            picked = (read(pool, blocks, q.dtype).view(*shape, *pool.shape[2:]) for pool in pools)
             return tuple(one.transpose(-3, -2) for one in picked)  # type: ignore[return-value]
 
         count = self.step.step.num_decode

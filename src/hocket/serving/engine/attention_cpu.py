@@ -20,7 +20,7 @@ from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import attend_chunk, dense, near, sunk
 from hocket.serving.engine.attention_pieces import attend_rows
 from hocket.serving.engine.attention_step import StepIndices
-from hocket.serving.engine.cache import PagedCache
+from hocket.serving.engine.cache import PagedCache, as_cached, read, write
 from hocket.serving.engine.whole_layer import DecodeStep, WholeLayer
 
 _COPIED_BYTES = 1 << 20
@@ -60,8 +60,10 @@ class CpuAttention:
             kernels.store(key, self.step.places, keys)
             kernels.store(value, self.step.places, values)
         else:
+            key, value = as_cached(keys, key), as_cached(values, value)
             self._write(keys, key)
             self._write(values, value)
+            key, value = key.to(query.dtype), value.to(query.dtype)
         q = query[0].transpose(0, 1)
         num_decode = self.step.num_decode
         if not self.step.chunks:
@@ -195,7 +197,7 @@ class CpuAttention:
             rows = (rows * size + (places - blocks * size).unsqueeze(1)).view(-1)
             self._rows[heads] = rows
         flat = new[0].transpose(0, 1).reshape(count * heads, width)
-        pool.view(-1, width).index_copy_(0, rows, flat)
+        write(pool, rows, flat)
 
     def _by_kernel(
         self, kernels: CpuKernels, q: Tensor, keys: Tensor, values: Tensor, options: Options
@@ -229,7 +231,7 @@ class CpuAttention:
 
         def rows_of(blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             of_heads = (blocks.view(shape[0], 1, -1) * heads + of_head).view(-1)
-            picked = (pool.flatten(0, 1).index_select(0, of_heads) for pool in (keys, values))
+            picked = (read(pool.flatten(0, 1), of_heads, q.dtype) for pool in (keys, values))
             k, v = (one.view(shape[0], heads, -1, one.shape[-1]) for one in picked)
             return k, v
 
@@ -249,4 +251,4 @@ class CpuAttention:
         ]
         mixed, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
         out = sunk(mixed.view(*q.shape[:2], -1), weight.view(q.shape[:2]), options.sinks)
-        return out.to(values.dtype)
+        return out.to(q.dtype)

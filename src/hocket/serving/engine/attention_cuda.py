@@ -21,7 +21,7 @@ from hocket.models.latent import LatentHeads
 from hocket.serving.engine import attention_latent
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_kernels import KernelRow, LayerKind
-from hocket.serving.engine.cache import PagedCache
+from hocket.serving.engine.cache import PagedCache, as_cached, holds_8_bits, write
 from hocket.serving.engine.device_step import DeviceStep
 
 Pools = tuple[Tensor, Tensor]
@@ -54,7 +54,7 @@ class CudaAttention:
         pools = self.cache.keys[layer], self.cache.values[layer]
         for pool, new in zip(pools, (key, value), strict=True):
             rows = new[0].transpose(0, 1).reshape(new.shape[2], -1)
-            pool.view(-1, rows.shape[1]).index_copy_(0, self.step.places, rows)
+            write(pool, self.step.places, as_cached(pool, rows))
         q = query[0].transpose(0, 1)
         return attend_pools(self.kernels[layer], q, pools, self.step, options).unsqueeze(0)
 
@@ -78,7 +78,8 @@ def attend_pools(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: 
     assert all(x.is_contiguous() for x in handed)
     assert all(x.dtype == torch.int32 for x in handed[2:])
     assert {x.device for x in handed} == {q.device}
-    assert keys.dtype == values.dtype == q.dtype
+    assert keys.dtype == values.dtype
+    assert keys.dtype == q.dtype or holds_8_bits(keys)
     if q.stride(-1) != 1:
         q = q.contiguous()
     if name == "triton":
@@ -93,6 +94,7 @@ def attend_pools(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: 
     if name == "reference":
         from hocket.runtime.triton.paged_attention_cases import paged_attention_reference
 
+        keys, values = (pool.to(q.dtype) for pool in pools)
         return paged_attention_reference(
             q, keys, values, step.tables, step.lengths, step.begins, step.most,
             scale=options.scaling, window=options.window, softcap=options.softcap,
@@ -150,7 +152,8 @@ class Trial:
         generator = torch.Generator(device).manual_seed(1)
         cache = PagedCache([layer], 8, block_size, device, heads_first=False)
         for pool in (*cache.keys, *cache.values):
-            pool.normal_(generator=generator)
+            drawn = torch.empty(pool.shape, dtype=layer.dtype, device=device)
+            pool.copy_(drawn.normal_(generator=generator))
         step = trial_step(block_size, device)
         q = torch.empty(6, layer.num_heads, layer.key_size, dtype=layer.dtype, device=device)
         q.normal_(generator=generator)

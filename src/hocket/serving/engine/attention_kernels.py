@@ -32,6 +32,7 @@ import torch
 
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.cache import LayerShape
+from hocket.spec.capabilities import FP8_CAPABILITY
 from hocket.spec.errors import ModelError
 from hocket.spec.serving import BLOCK_SIZE
 
@@ -57,6 +58,21 @@ class LayerKind:
     def of(cls, shape: LayerShape, options: Options) -> LayerKind:
         return cls(shape, options.window, options.softcap is not None, options.sinks is not None)
 
+    def stored_in(self, dtype: torch.dtype | None) -> LayerKind:
+        """The same, cached in another dtype; None: as it is.
+
+        Raises:
+            ModelError: latent vectors have none.
+        """
+        if dtype is None:
+            return self
+        if self.shape.latent:
+            raise ModelError(
+                "latent vectors (MLA) are cached in the model's precision, not in 8 bits",
+                hint="--kv-cache-dtype auto",
+            )
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, stored=dtype))
+
     def __str__(self) -> str:
         shape = self.shape
         size = f"{shape.key_size}"
@@ -64,6 +80,7 @@ class LayerKind:
             size += f"/{shape.value_size}"
         words = [f"{shape.num_heads}:{shape.num_kv_heads} heads of {size}", str(shape.dtype)[6:]]
         words += [f"window {self.window}"] if self.window else []
+        words += ["cached in fp8"] if shape.stored else []
         words += ["latent"] if shape.latent else []
         words += ["soft cap"] if self.softcap else []
         words += ["sinks"] if self.sinks else []
@@ -114,6 +131,7 @@ class KernelRow:
         head: head sizes must be a multiple of it; `largest_head`: at most this.
         softcap, sinks, unequal: whether it takes them (unequal: other values than keys).
         latent: whether it reads latent vectors, and nothing else.
+        eight_bits: whether it reads keys and values in 8 bits with queries of another dtype.
     """
 
     name: str
@@ -130,6 +148,7 @@ class KernelRow:
     sinks: bool = False
     unequal: bool = False
     latent: bool = False
+    eight_bits: bool = False
 
     @property
     def flash(self) -> bool:
@@ -153,6 +172,12 @@ class KernelRow:
             return f"module {self.module} is not installed"
         if shape.dtype not in self.dtypes:
             return f"does not compute in {str(shape.dtype)[6:]}"
+        if shape.stored is not None and not self.eight_bits:
+            return "does not read a cache in 8 bits"
+        if shape.stored is not None and shape.dtype == torch.float32:
+            return "converts a cache in 8 bits to 16 bits, not to float32"
+        if shape.stored is not None and accelerator.capability < FP8_CAPABILITY:
+            return f"converts 8-bit floats from 8.9 on, not on {major}.{minor}"
         for size in (shape.key_size, shape.value_size):
             if size > self.largest_head or size % self.head:
                 return (
@@ -188,6 +213,7 @@ KERNELS = (
     KernelRow(
         name="triton", least=(8, 0), module="triton", dtypes=(*_HALF, torch.float32),
         block=16, preferred=16, head=1, softcap=True, sinks=True, unequal=True,
+        eight_bits=True,
     ),
     KernelRow(
         name="latent", least=(0, 0), dtypes=(*_HALF, torch.float32), block=1, preferred=16, head=1,
@@ -225,6 +251,7 @@ class Chosen:
             "key_size": shape.key_size,
             "value_size": shape.value_size,
             "dtype": str(shape.dtype)[6:],
+            "cached": str(shape.stored or shape.dtype)[6:],
             "window": self.kind.window,
             "softcap": self.kind.softcap,
             "sinks": self.kind.sinks,

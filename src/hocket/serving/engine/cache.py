@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hocket.runtime.hugepages import in_large_pages
 from hocket.serving.scheduling.step import StepPlan
+from hocket.spec.serving import ServeOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class LayerShape:
         num_kv_heads: key/value heads of this rank.
         key_size, value_size: of one head; they differ under multi-head latent attention.
         dtype: of both.
+        stored: dtype of both in the cache, where that is another: e4m3, of the scale 1, as vLLM has
+            it where a checkpoint names no scales.
         latent: whether a token leaves one vector that all heads read: a latent vector, which is the
             value, and a rotary key after it (`models.latent`).
     """
@@ -39,10 +42,11 @@ class LayerShape:
     value_size: int
     dtype: torch.dtype
     latent: bool = False
+    stored: torch.dtype | None = None
 
     def bytes_per_block(self, block_size: int) -> int:
         width = self.key_size + (0 if self.latent else self.value_size)
-        return block_size * self.num_kv_heads * width * self.dtype.itemsize
+        return block_size * self.num_kv_heads * width * (self.stored or self.dtype).itemsize
 
 
 class PagedCache:
@@ -82,9 +86,41 @@ class PagedCache:
         if not self.heads_first:
             middle = (self.block_size, layer.num_kv_heads)
         shape = (self.num_blocks, *middle, width)
-        pool = torch.empty(shape, dtype=layer.dtype, device=self.device)
+        pool = torch.empty(shape, dtype=layer.stored or layer.dtype, device=self.device)
         in_large_pages([pool], written=False)
         return pool.zero_()
+
+
+def cache_dtype(options: ServeOptions) -> torch.dtype | None:
+    """In which a server keeps keys and values; None: as it computes them."""
+    return torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
+
+
+def as_cached(pool: Tensor, new: Tensor) -> Tensor:
+    """New keys or values as a pool holds them: in 8 bits rounded, the largest at its bounds."""
+    if pool.dtype == new.dtype or not holds_8_bits(pool):
+        return new
+    largest = torch.finfo(pool.dtype).max
+    return new.clamp(-largest, largest).to(pool.dtype)
+
+
+def write(pool: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Put `rows` [n, width] at these rows of a pool [.., width], both of one dtype."""
+    if holds_8_bits(pool):  # whose bytes are copied: fewer operators know its dtype
+        pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
+    pool.view(-1, rows.shape[1]).index_copy_(0, places, rows)
+
+
+def read(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries `index` of a pool's first dimension, in `dtype`."""
+    if not holds_8_bits(pool):
+        return pool.index_select(0, index)
+    return pool.view(torch.uint8).index_select(0, index).view(pool.dtype).to(dtype)
+
+
+def holds_8_bits(pool: Tensor) -> bool:
+    """Whether a pool holds 8-bit floats."""
+    return pool.dtype == torch.float8_e4m3fn
 
 
 class BlockTables:

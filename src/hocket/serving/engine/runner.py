@@ -65,7 +65,6 @@ _WIDE = 1_500_000
 """Multiplications of a product (the stage's mean) that several threads share with profit. On two
 cores a product of 235,000 weights took as long with one row and less with eight."""
 
-
 _CONTEXT = "context ranks: which keys are whose is settled on the host"
 """Why a step is not captured."""
 
@@ -85,8 +84,8 @@ class StageRunner:
         max_num_seqs: slots.
         max_num_batched_tokens: tokens of a step.
         max_model_len: tokens of a sequence.
-        threads: on a CPU, those that a step may use which is large enough for them; a smaller one
-            is over before they have met.
+        cache_dtype: of keys and values in the cache. None: as they are computed.
+        threads: on a CPU, those that a large step may use; a small one is over before they meet.
         lookahead: whether plans may hold tokens that only the device knows, below 0. Not on CPU.
         chooser: chooses the kernels of the attention layers, given their kinds and the block size.
             None: on CUDA by capability and a trial of each; on a CPU they are the CPU's own.
@@ -117,6 +116,7 @@ class StageRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        cache_dtype: torch.dtype | None = None,
         threads: int = 1,
         lookahead: bool = False,
         chooser: Chooser | None = None,
@@ -156,7 +156,7 @@ class StageRunner:
             self.gathered, self._dispatches = gathered_tokens(
                 stage.module, mesh, recurrent=bool(self.states)
             )
-        self.kinds = self._watch()
+        self.kinds = [kind.stored_in(cache_dtype) for kind in self._watch()]
         self.layers = [kind.shape for kind in self.kinds]
         self.block_size = block_size or BLOCK_SIZE
         self.context = mesh.axis("cp")
