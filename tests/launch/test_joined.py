@@ -201,14 +201,21 @@ if sys.argv[1] == "early" and context.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 if context.rank == 0 and sys.argv[1] == "early":
     store.get("stopped")
-elif context.rank == 0 and sys.argv[1] == "never":
+elif context.rank == 0 and sys.argv[1] in ("never", "unused"):
     time.sleep(3)  # rank 1 waits in its entry for longer than for a silent rank
-joined.run_joined("tests.launch.cases:exchange", {"start": 5}, device="cpu")
+if sys.argv[1] != "unused":
+    joined.run_joined("tests.launch.cases:exchange", {"start": 5}, device="cpu")
+elif context.rank == 0:
+    joined.run_joined("tests.launch.cases:tell_place", device="cpu", world_size=1)
+else:
+    joined.leave_unused()  # as a rank that the layout of an elastic run does not use
 """
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("when", "seconds"), [("before", 6), ("early", 1.5), ("never", 0)])
+@pytest.mark.parametrize(
+    ("when", "seconds"), [("before", 6), ("early", 1.5), ("never", 0), ("unused", 0)]
+)
 def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: float) -> None:
     """As a frozen host, while rank 0 prepares; one that waits in the store is not silent."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -228,7 +235,7 @@ def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: fl
     ]
     try:
         errors = ranks[0].communicate(timeout=50)[1]
-        if when == "never":
+        if not seconds:
             assert [rank.wait(50) for rank in ranks] == [0, 0], errors
         else:
             assert ranks[0].returncode == 1

@@ -391,7 +391,7 @@ def _run_joined(
 ) -> Summary:
     """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
     another process prepares it."""
-    from hocket.launch import leave_together, run_joined
+    from hocket.launch import leave_together, leave_unused, run_joined
     from hocket.models.source import fetch_again
     from hocket.training.windowed import windows_made
 
@@ -417,6 +417,7 @@ def _run_joined(
     fetch_again(spec)  # of this host's cache, where it is another one than rank 0's
     options = spec.options  # those of the run, where it is resumed
     if context.rank >= spec.layout.world_size:  # --elastic: the layout has fewer ranks
+        leave_unused()
         return Summary(run=folder.path)
     if context.rank > 0 and context.local_rank == 0 and not context.one_machine:
         # Rank 0 has verified what its host sees of the file system; this is another host.

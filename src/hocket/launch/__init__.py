@@ -1,7 +1,13 @@
 """Starts, watches and ends the ranks of one machine, or joins those of another launcher."""
 
 from hocket.launch.context import RankContext
-from hocket.launch.joined import joined_context, leave_together, main_address, run_joined
+from hocket.launch.joined import (
+    joined_context,
+    leave_together,
+    leave_unused,
+    main_address,
+    run_joined,
+)
 from hocket.launch.launcher import Launcher, Terminated
 
 __all__ = [
@@ -9,6 +15,7 @@ __all__ = [
     "RankContext",
     "Terminated",
     "joined_context",
+    "leave_unused",
     "leave_together",
     "main_address",
     "run_joined",

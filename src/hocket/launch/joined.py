@@ -384,10 +384,15 @@ _LEFT = 1 << 40
 """Added to the key of a rank that is done."""
 
 
-def leave_together(context: RankContext, seconds: float = 60.0) -> None:
-    """Every rank calls it at its end. Rank 0 may serve the store, so it leaves last."""
+def leave_unused() -> None:
+    """This process has no further part in the run: its silence is no failure."""
     for notice in _NOTICE:
         notice.leave()
+
+
+def leave_together(context: RankContext, seconds: float = 60.0) -> None:
+    """Every rank calls it at its end. Rank 0 may serve the store, so it leaves last."""
+    leave_unused()
     if context.world_size == 1 or context._store is None:
         return
     store = context._store
