@@ -316,7 +316,7 @@ def _possible(mark: Mark) -> bool:
     counts = [mark.document, mark.offset, mark.near, *place]
     return (
         len(place) == 3
-        and all(type(count) is int and count >= 0 for count in counts)
+        and all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
         and mark.near <= mark.document
         and type(mark.crc32) in (int, type(None))
     )
