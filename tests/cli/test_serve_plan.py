@@ -146,7 +146,11 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["llama-3-8b", "--tpot-ms", "5", "--cluster", "H100"], "about serving", "--serve"),
         (["llama-3-8b", "--serve", "--seq-len", "9"], "about training", "--prompt-len"),
-        (["llama-3-8b", "--serve", "--global-batch", "9"], "about training", "--global-batch"),
+        (
+            ["llama-3-8b", "--serve", "--global-batch", "9"],
+            "about training",
+            "hocket plan llama-3-8b --serve\n",
+        ),
         (["llama-3-8b", "--serve", "--ttft-ms", "0"], "ttft_ms is 0", "--ttft-ms"),
         (["llama-3-8b", "--serve", "--requests-per-second", "-2"], "is -2", "--requests"),
         (["llama-3-8b", "--serve", "--cluster", "h10o"], "unknown GPU", "H100-SXM-80"),
