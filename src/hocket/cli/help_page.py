@@ -86,8 +86,8 @@ TOPICS = {
     )),
     "engine": ("batch, key/value cache, sampling", (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "quantization",
-        "cache_memory", "num_blocks", "no_prefix_cache", "generation_config", "max_new_tokens",
-        "temperature", "top_k", "top_p",
+        "kv_cache_dtype", "cache_memory", "num_blocks", "no_prefix_cache", "generation_config",
+        "max_new_tokens", "temperature", "top_k", "top_p",
     )),
     "forecast": ("machine to predict for; what is ranked, and why; files of other tools", (
         "cluster", "objective", "top", "all", "explain", "emit", "from", "stack", "html",
