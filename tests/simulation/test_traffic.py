@@ -13,6 +13,8 @@ from hocket.simulation.traffic import (
     Latencies,
     LatencyLimits,
     RoundTable,
+    latencies_of,
+    play_requests,
     poisson,
     round_seconds,
     simulate_requests,
@@ -237,3 +239,21 @@ def test_a_tables_numbers_are_the_prices() -> None:
         mine = low + slope * (c - 1) + each * k
         exact = float(prices.step_seconds(n, k, b, c))
         assert mine == pytest.approx(exact, rel=1e-6), (n, k, b, c)
+
+
+def test_a_trace_is_counted_to_its_last_token() -> None:
+    """Little's law: sequences that decode, times seconds, are the seconds that each decoded.
+    A burst decodes after its last arrival."""
+    for arrivals in ([0.0] * 40, [0.1 * (i % 7) + i // 20 for i in range(40)]):
+        arrivals.sort()
+        times = play_requests(
+            table(chunk=1024), arrivals, prompt=100, output=30, capacity=1e6, most=64
+        )
+        assert times is not None
+        assert times.span == pytest.approx(times.done.max() - arrivals[0])
+        assert times.batch_seconds == pytest.approx((times.done - times.first).sum())
+        found = latencies_of([times])
+        assert found.batch == pytest.approx(times.batch_seconds / times.span)
+        assert 1 < found.batch <= found.batch_peak <= 40
+        assert found.cache_peak >= 40 * 130 / 1e6 * (arrivals[-1] == 0)
+        assert 0 < found.busy <= 1

@@ -190,6 +190,8 @@ class RequestTimes:
         output: tokens of the answer.
         batch_seconds, cache_seconds: decoding sequences, and share of the cache, times seconds.
         batch_peak, cache_peak: at most. idle: seconds without work.
+        span: seconds in which all of that was counted: from the first arrival to the last one, or,
+            if no later requests keep the replica busy, to the last token.
     """
 
     came: Floats
@@ -202,11 +204,7 @@ class RequestTimes:
     cache_seconds: float
     cache_peak: float
     idle: float
-
-    @property
-    def span(self) -> float:
-        """Seconds in which the requests arrived."""
-        return max(float(self.came[-1] - self.came[0]), 1e-12)
+    span: float
 
 
 def latencies_of(parts: Sequence[RequestTimes]) -> Latencies:
@@ -303,7 +301,7 @@ def play_requests(
     decoding, contexts = 0, 0.0
     peak = most_held = held = 0
     area_batch = area_held = idle = 0.0
-    start, stop = arrivals[warm_up], arrivals[last - 1]
+    start, stop = arrivals[warm_up], arrivals[last - 1] if tail else math.inf
     slow = 0
     latest, slowest, exceptions = math.inf, math.inf, count
     if limits is not None:
@@ -407,6 +405,7 @@ def play_requests(
         cache_seconds=area_held / capacity,
         cache_peak=most_held / capacity,
         idle=idle,
+        span=max((stop if tail else max(done)) - start, 1e-12),
     )
 
 
