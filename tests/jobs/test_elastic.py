@@ -14,8 +14,11 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import elastic, forecast_policy
+from hocket.jobs.prepare import PreparedJob, scheduled
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
 from hocket.jobs.train import train_model
+from hocket.models.source import resolve_model
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, TrainOptions
@@ -69,7 +72,9 @@ def test_a_rank_that_is_gone_for_good_costs_its_device_alone(
     used = layouts(tmp_path, "run")
     assert used[4].startswith(layout)
     assert Layout.parse(used[12]).world_size <= 3
-    assert Layout.parse(used[12]).world_size == 2  # 3 ranks do not divide a batch of 4
+    assert Layout.parse(used[12]).world_size == 2
+    left_out = "1 of 3 ranks is left out: the global batch of 4 does not divide over dp 3"
+    assert left_out in notes
     job(tmp_path, "run", layout, elastic=True, steps=18, **CONSTANT)  # its device is back
     assert layouts(tmp_path, "run")[18].startswith(layout)
     equal_to_one_process(tmp_path, "run")
@@ -83,11 +88,14 @@ def test_the_planner_chooses_for_the_ranks_that_are_left(tmp_path: Path, whole: 
     file = tmp_path / "cluster.toml"
     machine.save_machine(machine.measured_cluster(here()), file)
     whole(tmp_path, "one", "dp1", **CONSTANT)
-    job(tmp_path, "run", "dp4", GONE, elastic=True, cluster=str(file), **CONSTANT)
+    notes: list[str] = []
+    job(tmp_path, "run", "dp4", GONE, notes, elastic=True, cluster=str(file), **CONSTANT)
     forecast = Forecast.from_json((tmp_path / "run" / "forecast.json").read_text())
     assert forecast.layout == layouts(tmp_path, "run")[12]
     assert len(forecast.alternatives) > 1
     assert all(Layout.parse(one.layout).world_size <= 3 for one in forecast.alternatives)
+    left_out = [note for note in notes if "left out: " in note]
+    assert len(left_out) == (Layout.parse(forecast.layout).world_size < 3)
     equal_to_one_process(tmp_path, "run")
 
 
@@ -305,6 +313,66 @@ def test_a_resumed_run_is_elastic_as_its_folder_has_it(
     assert RunFolder(tmp_path / "run").load().options.elastic
 
 
+def test_hosts_of_a_shared_store_are_warned_that_none_can_join() -> None:
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
+    found = elastic.shared_store_note(shared) or ""
+    assert found.endswith("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    assert elastic.shared_store_note({**shared, "GROUP_WORLD_SIZE": "1"}) is None
+    assert elastic.shared_store_note({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "other", "why"),
+    [
+        ("dp2", ("dp3", 1.25, True), "1 of 3 ranks is left out: dp3 would be 25% slower"),
+        ("dp1", ("dp3", 0.5, False), "2 of 3 ranks are left out: dp3 does not fit"),
+        ("dp2", ("dp1", 2.0, True), "1 of 3 ranks is left out: none of the 2 fastest layouts has"),
+        ("dp3", ("dp1", 2.0, True), None),
+    ],
+)
+def test_a_layout_that_leaves_ranks_out_has_a_reason(
+    chosen: str, other: tuple[str, float, bool], why: str | None
+) -> None:
+    from hocket.spec.forecast import Alternative, Forecast
+
+    alternatives = tuple(
+        Alternative(
+            layout=layout, step_seconds=seconds, memory=1, bubble=0.0, fits=fits,
+            chosen=layout == chosen,
+        )
+        for layout, seconds, fits in [(chosen, 1.0, True), other]
+    )  # fmt: skip
+    forecast = dataclasses.replace(
+        Forecast.none(chosen, ""), step_seconds=1.0, alternatives=alternatives
+    )
+    found = elastic.unused_ranks(prepared("dp4:microbatches=1", 12), forecast, 3)
+    assert found is None if why is None else (found or "").startswith(why)
+
+
+def test_gpus_that_nothing_is_known_of_get_the_nearest_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Data parallelism over all of them is illegal where they do not divide the batch."""
+    monkeypatch.setattr(forecast_policy, "on_cuda", lambda options: True)
+    monkeypatch.setattr(forecast_policy.gpu_run, "gpu_cluster", lambda *args, **more: None)
+    monkeypatch.setattr(forecast_policy.prepare, "job_spec", lambda *args: None)
+    notes: list[str] = []
+    own = prepared("dp4:microbatches=1", 8)
+    own = dataclasses.replace(own, request=dataclasses.replace(own.request, ranks=3))
+    record = JobRecorder(lambda event: notes.append(event.get("text", "")))
+    (forecast, _), _ = forecast_policy.auto_layout(own, {}, record)
+    assert forecast.layout == "dp2:microbatches=2"
+    assert notes[-1] == "1 of 3 ranks is left out: the global batch of 8 does not divide over dp 3"
+
+
+def prepared(own: str, batch: int) -> PreparedJob:
+    asked = request({"model": "tiny-llama", "layout": own, "global_batch": batch, "seq_len": 16})
+    return PreparedJob(
+        request=asked, source=resolve_model("tiny-llama"), layout=Layout.parse(own),
+        schedule=scheduled(Layout(microbatches=1)),
+    )  # fmt: skip
+
+
 def test_ranks_that_a_layout_is_chosen_for() -> None:
     asked = request({"model": "tiny-llama", "layout": "dp4"})
     options, layout = TrainOptions(elastic=True, device="cpu"), Layout.parse("dp4")
@@ -334,16 +402,7 @@ def test_ranks_that_a_layout_is_chosen_for() -> None:
 def test_without_measurements_the_layout_stays_near_the_run_s_own(
     own: str, count: int, wanted: str
 ) -> None:
-    from hocket.jobs.prepare import PreparedJob, scheduled
-    from hocket.models.source import resolve_model
-
-    asked = request({"model": "tiny-llama", "layout": own, "global_batch": 8, "seq_len": 16})
-    layout = Layout.parse(own)
-    prepared = PreparedJob(
-        request=asked, source=resolve_model("tiny-llama"), layout=layout,
-        schedule=scheduled(Layout(microbatches=1)),
-    )  # fmt: skip
-    found = elastic.unmeasured_layout(prepared, count)
+    found = elastic.unmeasured_layout(prepared(own, 8), count)
     kept = Layout.parse(wanted)
     assert found.axes_text() == kept.axes_text()
     assert found.zero == kept.zero

@@ -243,3 +243,58 @@ def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: fl
     finally:
         for rank in ranks:
             rank.kill()
+
+
+ORPHAN = """
+import os, sys, time
+from hocket.launch import end_with_launcher
+print(os.getpid(), flush=True)
+if sys.argv[1] == "late":
+    sys.stdin.read()  # until the launcher is gone
+end_with_launcher()
+print("watches", flush=True)
+sys.stdin.read()
+time.sleep(0.5)
+print("goes on", flush=True)
+"""
+STEP = {name: value for name, value in SRUN.items() if name.startswith("SLURM")}
+ELASTIC = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize("when", ["watched", "late"])
+@pytest.mark.parametrize("started_by", ["torchrun", "srun", "a shell in torchrun", "hand"])
+def test_a_rank_ends_with_its_launcher(when: str, started_by: str) -> None:
+    """So it does where the launcher was gone before the rank looked. Who starts ranks by hand may
+    leave."""
+    identity = {"srun": STEP, "hand": TORCHRUN}.get(started_by, ELASTIC)
+    command = [sys.executable, "-c", ORPHAN, when]
+    if "shell" in started_by:
+        command = ["sh", "-c", '"$@"; true', "sh", *command]
+    start = f"subprocess.run({command!r}, env={{**os.environ, **{identity!r}}})"
+    environment = {k: v for k, v in os.environ.items() if k not in {**TORCHRUN, **SRUN}}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"import os, subprocess; {start}"],
+        env={**environment, "PYTHONPATH": str(ROOT / "src")}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    assert launcher.stderr is not None
+    launcher.stdout.readline()  # it runs
+    if when == "watched":
+        assert launcher.stdout.readline() == "watches\n"
+    launcher.kill()
+    launcher.wait()
+    errors = ""
+    if started_by != "hand" and when == "watched":
+        errors = launcher.stderr.readline()  # within the time limit of the test
+    launcher.stdin.close()
+    output, errors = launcher.stdout.read(), errors + launcher.stderr.read()
+    if started_by == "hand":
+        assert (output.splitlines()[-1], errors) == ("goes on", "")
+    else:
+        rank = identity.get("RANK") or identity["SLURM_PROCID"]
+        ended = f"its launcher ended before rank {rank} had begun"
+        assert output == ""
+        assert f"rank {rank} ends: " in errors
+        assert (ended if when == "late" else "which started it, is gone") in errors

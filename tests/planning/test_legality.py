@@ -176,9 +176,10 @@ def test_microbatches_left_open_are_resolved_identically(text: str) -> None:
         ("dp4.ep4", 3, "dp3"),
         ("dp6.tp2.ep4.etp1", 8, "dp4.tp2.ep4.etp1"),
         ("dp4:zero=1,shard=4", 2, "dp2:zero=1,shard=2"),
+        ("dp4:microbatches=5", 3, "dp3:microbatches=10"),  # 7 do not divide 20 sequences
     ],
 )
 def test_fewer_ranks_hold_experts_and_shards_of_state(own: str, ranks: int, first: str) -> None:
-    found = list(machine_choice.resized(Layout.parse(own), ranks))
+    found = list(machine_choice.resized(Layout.parse(own), ranks, 60))
     assert str(found[0]) == first
     assert all(one.world_size <= ranks for one in found)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import lock, prepare
 from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest, request
-from hocket.jobs.train import PRELOAD, launch_ranks, prepare_run, unstarted_is_no_run
+from hocket.jobs.resume import unstarted_is_no_run
+from hocket.jobs.train import PRELOAD, launch_ranks, prepare_run
 from hocket.spec.errors import DataError
 from hocket.spec.files import named
 from hocket.spec.run import RunFolder

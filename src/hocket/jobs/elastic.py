@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.precision import on_cuda
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hocket.jobs.prepare import PreparedJob
     from hocket.jobs.request import JobRequest
     from hocket.launch import Launcher
+    from hocket.spec.forecast import Forecast
     from hocket.spec.run import TrainOptions
 
 MOST = 1 << 16
@@ -80,12 +82,53 @@ def unmeasured_layout(job: PreparedJob, count: int) -> Layout:
 
     workload = job.request.workload
     why: HocketError | None = None
-    for layout in resized(job.layout, count):
+    for layout in resized(job.layout, count, workload.global_batch):
         try:
             return validate_layout(job.source.dimensions, layout, workload)
         except HocketError as error:
             why = error
     raise why or LayoutError(f"no layout has at most {count} ranks", hint="--layout dp1")
+
+
+def shared_store_note(environment: Mapping[str, str]) -> str | None:
+    """A line for ranks of torchrun on several hosts that could not be joined by another host."""
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or int(environment.get("GROUP_WORLD_SIZE", 1)) < 2:
+        return None
+    return (
+        "a host that comes back cannot join: torchrun announces its shared store only once; start "
+        "every agent with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+
+
+def unused_ranks(job: PreparedJob, found: Forecast, count: int) -> str | None:
+    """Why the chosen layout, whose forecast is `found`, uses fewer than the `count` ranks that
+    there are; None where it uses them all."""
+    from hocket.jobs.validate import validate_layout
+
+    layout = Layout.parse(found.layout)
+    left = count - layout.world_size
+    if left <= 0:
+        return None
+    larger = [
+        one for one in found.alternatives if Layout.parse(one.layout).world_size > layout.world_size
+    ]
+    if larger:
+        best = min(larger, key=lambda one: (not one.fits, one.step_seconds))
+        slower = best.step_seconds / found.step_seconds - 1
+        speed = f"{slower:.0%} slower" if slower >= 0.005 else "as fast"
+        why = f"{best.layout} would be {speed}" if best.fits else f"{best.layout} does not fit"
+    else:
+        try:
+            validate_layout(job.source.dimensions, Layout(dp=count), job.request.workload)
+            why = (
+                f"none of the {len(found.alternatives)} fastest layouts has more ranks"
+                if found.alternatives
+                else "without measurements the run keeps its layout but for data ranks"
+            )
+        except HocketError as error:
+            why = error.message
+    return f"{left} of {count} ranks {'is' if left == 1 else 'are'} left out: {why}"
 
 
 def visible(options: TrainOptions) -> int | None:

@@ -76,6 +76,19 @@ def auto_layout(
     Raises:
         HocketError: the machine cannot be measured, the model cannot be traced, or nothing fits.
     """
+    predicted, chosen = _chosen(job, config, record, launcher)
+    ranks = job.request.ranks
+    if ranks is not None and (fewer := elastic.unused_ranks(job, predicted[0], ranks)):
+        record.note(fewer)
+    return predicted, chosen
+
+
+def _chosen(
+    job: prepare.PreparedJob,
+    config: dict[str, Any],
+    record: JobRecorder,
+    launcher: Launcher | None,
+) -> tuple[forecast.StepForecast, prepare.PreparedJob]:
     from hocket.jobs import machine
 
     request = job.request
@@ -147,8 +160,11 @@ def _on_gpus(
     gpus = gpu_run.gpu_cluster(cluster, exactly=request.ranks)
     if gpus is None:
         count = request.ranks or visible_gpus()
-        plain = Layout(dp=count, zero=1, microbatches=request.layout.microbatches)
-        layout = validate_layout(job.source.dimensions, plain, request.workload)
+        if request.ranks is not None:
+            layout = elastic.unmeasured_layout(job, count)
+        else:
+            plain = Layout(dp=count, zero=1, microbatches=request.layout.microbatches)
+            layout = validate_layout(job.source.dimensions, plain, request.workload)
         record.note(f"layout {layout}: {forecast.UNKNOWN_GPU}; --layout chooses")
         found: forecast.StepForecast = (Forecast.none(str(layout), forecast.UNKNOWN_GPU), None)
         return found, prepare.job_in_layout(job, layout)

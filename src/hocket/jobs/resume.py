@@ -413,3 +413,24 @@ def _put_back(file: Path, held: bytes | None) -> None:
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         aside.write_bytes(held)
         os.replace(aside, file)
+
+
+@contextlib.contextmanager
+def unstarted_is_no_run(
+    folder: RunFolder, *, mine: bool = True, fresh: bool = False
+) -> Iterator[None]:
+    """Within, a job that ends before its first step leaves no run behind, so that it can be
+    mended and started again under the same name.
+
+    `fresh`: hocket named the folder itself, and nobody would look for it.
+    """
+    try:
+        yield
+    except BaseException:
+        metrics = folder.metrics_file
+        if mine and not (metrics.exists() and metrics.stat().st_size):
+            folder.spec_file.unlink(missing_ok=True)
+            folder.schedule_file.unlink(missing_ok=True)
+            if fresh:
+                shutil.rmtree(folder.path, ignore_errors=True)
+        raise

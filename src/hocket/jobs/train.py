@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def train_model(
     folder = prepare.train_folder(request)
     with (
         lock.locked(folder.path, "train"),
-        unstarted_is_no_run(folder, fresh=request.run is None),
+        resume.unstarted_is_no_run(folder, fresh=request.run is None),
         _warm(launcher, request.options) as warm,
     ):
         spec = prepare_run(job, folder, record, launcher=warm)
@@ -349,6 +349,9 @@ def _adapt(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobReco
 
 def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Summary:
     """Be one rank of a foreign launcher's world. The lock of the run folder is rank 0's."""
+    from hocket.launch import end_with_launcher
+
+    end_with_launcher()
     request = of_world(request, context.world_size)
     if context.rank > 0:
         return _run_joined(request, context, record, None)
@@ -372,6 +375,8 @@ def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Sum
                 text = str(error) if isinstance(error, HocketError) else repr(error)
                 context.store().set("hocket/prepared", json.dumps({"error": text}))
             raise
+        if request.options.elastic and (note := elastic.shared_store_note(os.environ)):
+            record.note(note)
         if context.world_size > 1:
             ready = {"run": str(folder.path.resolve())}
             context.store().set("hocket/prepared", json.dumps(ready))
@@ -428,7 +433,7 @@ def _run_joined(
     if context.local_rank == 0:
         copies.claim_copies(folder, options, copies.JOINED)
     with (
-        unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume),
+        resume.unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume),
         uploading if context.rank == 0 else contextlib.nullcontext(),
         windows_made(folder, spec, record, here=context.rank == 0),
     ):
@@ -473,28 +478,7 @@ def _prepare_joined(
     stack.enter_context(lock.locked(folder.path, "train"))
     with Launcher("cpu", threads) as launcher:
         spec = prepare_run(job, folder, record)
-        with unstarted_is_no_run(folder):
+        with resume.unstarted_is_no_run(folder):
             _require(launcher, folder, spec, record)
             _fitted(launcher, folder, spec, record, accumulate=_may_accumulate(job))
     return folder
-
-
-@contextlib.contextmanager
-def unstarted_is_no_run(
-    folder: RunFolder, *, mine: bool = True, fresh: bool = False
-) -> Iterator[None]:
-    """Within, a job that ends before its first step leaves no run behind, so that it can be
-    mended and started again under the same name.
-
-    `fresh`: hocket named the folder itself, and nobody would look for it.
-    """
-    try:
-        yield
-    except BaseException:
-        metrics = folder.metrics_file
-        if mine and not (metrics.exists() and metrics.stat().st_size):
-            folder.spec_file.unlink(missing_ok=True)
-            folder.schedule_file.unlink(missing_ok=True)
-            if fresh:
-                shutil.rmtree(folder.path, ignore_errors=True)
-        raise

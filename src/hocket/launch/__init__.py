@@ -9,11 +9,13 @@ from hocket.launch.joined import (
     run_joined,
 )
 from hocket.launch.launcher import Launcher, Terminated
+from hocket.launch.orphan import end_with_launcher
 
 __all__ = [
     "Launcher",
     "RankContext",
     "Terminated",
+    "end_with_launcher",
     "joined_context",
     "leave_unused",
     "leave_together",

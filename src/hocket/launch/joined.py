@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.launch import gpus
 from hocket.launch.context import RankContext
 from hocket.launch.launcher import raising_on_sigterm
+from hocket.launch.orphan import end_with_launcher
 from hocket.launch.rank import load_entry, lost_peer
 from hocket.spec.errors import HocketError, LayoutError, RankFailure
 
@@ -218,6 +219,7 @@ def run_joined(
     """
     context = joined_context()
     assert context is not None, "run_joined outside of any launcher's world"
+    end_with_launcher()
     context.world_size = world_size or context.world_size
     if device != "auto":
         context.device_kind = device
@@ -270,8 +272,10 @@ def _watched(context: RankContext, store: Store) -> None:
     """Watch the ranks from here on: `context` has opened the store."""
     if not _NOTICE:
         store.add(f"alive/{context.rank}", 1)
-        _NOTICE.append(_Notice(context, store))
-        _NOTICE[0].start()
+        notice = _Notice(context, store)
+        _NOTICE.append(notice)
+        notice.start()
+        end_with_launcher(notice.orphaned)
     _NOTICE[0].context = context
 
 
@@ -357,6 +361,12 @@ class _Notice(threading.Thread):
             self.done.set()
             with contextlib.suppress(Exception):
                 self.store.add(f"alive/{self.context.rank}", _LEFT)
+
+    def orphaned(self, why: str) -> None:
+        """Tell the other ranks that this one ends with its launcher."""
+        self.done.set()
+        with contextlib.suppress(Exception):
+            self.store.set("failed", f"rank {self.context.rank} ended: {why}")
 
     def send(self, error: BaseException) -> None:
         """Say that this rank failed, unless it is only another one's victim."""

@@ -74,13 +74,15 @@ def candidate_layouts(
     return found
 
 
-def resized(own: Layout, count: int) -> Iterator[Layout]:
+def resized(own: Layout, count: int, batch: int) -> Iterator[Layout]:
     """Layouts of at most `count` ranks, nearest first: `own` with other data parallelism and
     microbatches of at most as many sequences, then the most ranks with the least tensor and
-    pipeline parallelism. Neither model nor batch is asked."""
+    pipeline parallelism. The model is not asked; `batch` is the global one."""
     for dp in range(count * own.dp // own.world_size, 0, -1):
-        count_of = own.microbatches and -(-own.microbatches * own.dp // dp)
-        yield legality.narrowed(dataclasses.replace(own, microbatches=count_of), dp=dp)
+        least = own.microbatches and -(-own.microbatches * own.dp // dp)
+        counts = [n for n in divisors(batch // dp or 1) if n >= least] if least else []
+        for count_of in (*counts,) or (least,):
+            yield legality.narrowed(dataclasses.replace(own, microbatches=count_of), dp=dp)
     for world in range(count, 0, -1):
         for split in divisors(world):
             for tp in divisors(split):

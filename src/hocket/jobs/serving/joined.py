@@ -38,9 +38,11 @@ ENTRY = "hocket.ranks.joined_serving:joined_rank"
 
 def joined_world() -> RankContext | None:
     """This process's place among ranks that another launcher started; None: it starts its own."""
-    from hocket.launch import joined_context
+    from hocket.launch import end_with_launcher, joined_context
 
     context = joined_context()
+    if context is not None:
+        end_with_launcher()
     return None if context is None or context.world_size == 1 else context
 
 
