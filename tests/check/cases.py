@@ -21,6 +21,7 @@ CONFIGS = {**FLEXIBLE, **FAMILIES, **EXPERTS, **HYBRIDS}
 CONTEXT_FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 CONTEXT_LAYOUTS = (
     "cp2:zero=1", "cp2:zero=2", "cp2:zero=3", "cp2:recompute=full", "cp2:recompute=selective",
+    "cp2:recompute=norm+activation",
     "cp2:microbatches=2", "cp4", "dp2.cp2", "dp2.cp2:zero=1", "dp2.cp2:zero=3",
     "dp2.cp2:zero=2,shard=1", "cp2.tp2", "cp2.tp2:sequence_parallel=true", "cp2.pp2:microbatches=2",
     "cp2.pp2:microbatches=4,recompute=full,zero=1", "dp2.cp2:order=dp-cp-tp-pp",

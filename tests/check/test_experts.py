@@ -37,6 +37,8 @@ MORE = {
     "dp2.tp2.ep2:zero=3": ("qwen3_moe",),
     "dp2.ep2:microbatches=2,recompute=full": ("mixtral", "deepseek_v3"),
     "dp2.ep2:recompute=selective": ("qwen3_moe",),
+    "dp2.ep2:zero=2,recompute=norm+activation+mla_up": ("deepseek_v3", "gpt_oss"),
+    "dp2.tp2.ep2.etp1:sequence_parallel=true,recompute=norm+activation": ("mixtral",),
     "dp2.tp2.ep4.etp1:sequence_parallel=true": ("mixtral", "qwen3_moe"),
     "dp2.tp2.ep2:sequence_parallel=true": ("mixtral",),
     "dp2.tp2.ep2.etp1:zero=3,sequence_parallel=true,recompute=full": ("mixtral",),

@@ -23,6 +23,7 @@ from hocket.planning.tools.emit import TOOLS, emit, tool_reasons
 from hocket.planning.tools.limits import division
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.recompute import CHEAP
 from tests.planning.test_service_emit import LLAMA
 from tests.planning.test_tools import DENSE, EXPERTS, MODERN, facts
 from tests.planning.tool_parsers import PARSERS
@@ -49,8 +50,8 @@ def _trained(name: str, count: int) -> list[dict[str, Any]]:
             layout = layout_at(rows, index)
             if not limits.any_split and layout.pp > 1:
                 layout = dataclasses.replace(layout, pipeline_split="even")
-            if problem is EXPERTS and "modules" in limits.recompute and index % 2:
-                layout = dataclasses.replace(layout, recompute="modules")
+            if problem is EXPERTS and CHEAP in limits.recompute and index % 2:
+                layout = dataclasses.replace(layout, recompute="norm+activation")
             size = 64 // layout.dp // (layout.microbatches or 1)
             context = limits.context[-1] if layout.cp > 1 else ""
             one = dataclasses.replace(known, layout=layout, microbatch=size, context=context)

@@ -27,6 +27,7 @@ from hocket.planning.tools.job import ToolJob
 from hocket.planning.tools.limits import division
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.recompute import CHEAP
 from tests.planning.test_service_emit import LLAMA
 from tests.planning.test_tools import DENSE, EXPERTS
 from tests.rotation import seed
@@ -45,8 +46,8 @@ def runnable(tool: str, problem: Problem) -> Iterator[LayoutForecast]:
         layout = layout_at(rows, index)
         if not limits.any_split and layout.pp > 1:
             layout = dataclasses.replace(layout, pipeline_split="even")
-        if problem.facts.experts and "modules" in limits.recompute and draw.random() < 0.3:
-            layout = dataclasses.replace(layout, recompute="modules")
+        if problem.facts.experts and CHEAP in limits.recompute and draw.random() < 0.3:
+            layout = dataclasses.replace(layout, recompute="norm+activation")
         size = 64 // layout.dp // (layout.microbatches or 1)
         context = draw.choice(limits.context) if layout.cp > 1 else ""
         plain = found = dataclasses.replace(known, layout=layout, microbatch=size, context=context)
@@ -99,7 +100,7 @@ def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str, problem
         chosen[-1] = next(one for one in drawn if one.layout.ep > 1)
     for found in chosen:
         precisions = [p for p in limits.precisions if p not in ("fp4", "fp32")]
-        if found.layout.recompute == "modules":
+        if "norm" in found.layout.recompute:
             precisions = ["bf16"]
         precision = precisions[len(made) % len(precisions)]
         asked = dataclasses.replace(bounded, precision=precision)
@@ -194,8 +195,8 @@ def test_kinds_of_files_that_share_an_ending() -> None:
 
 @pytest.mark.parametrize(
     ("given", "value"),
-    [("layernorm moe_act", "modules"), ("mla_up_proj layernorm moe_act", "modules"),
-     ("core_attn", "selective"), ("mlp", None), ("layernorm", None)],
+    [("layernorm moe_act", "norm+activation"), ("mla_up_proj layernorm moe_act", CHEAP),
+     ("core_attn", "selective"), ("layernorm", "norm"), ("mlp", None), ("layernorm moe", None)],
 )  # fmt: skip
 def test_modules_that_megatron_recomputes_are_read(given: str, value: str | None) -> None:
     text = f"--recompute-granularity selective --recompute-modules {given} --micro-batch-size 1"

@@ -172,9 +172,9 @@ def test_the_balanced_split_is_printed() -> None:
         ("megatron-bridge", "dp32:zero=1,offload=optimizer", "offload optimizer"),
         ("torchtitan", "dp32:zero=3,offload=optimizer", "offload optimizer"),
         ("torchtitan", "dp2.pp4.tp4:microbatches=2,zero=3,sequence_parallel=true", "PyTorch's"),
-        ("megatron", "dp32:zero=1,recompute=modules", "recompute modules of a dense model"),
+        ("megatron", "dp32:zero=1,recompute=modules", "recompute activation of a dense model"),
         *(
-            (tool, "dp32:zero=3,recompute=modules", "recompute modules: it has")
+            (tool, "dp32:zero=3,recompute=modules", "recompute norm.*: it has")
             for tool in ("torchtitan", "torchtitan-0.2.2", "deepspeed", "accelerate", "automodel")
         ),
     ],
@@ -206,7 +206,7 @@ def test_modules_that_are_recomputed() -> None:
     assert "cfg.model.recompute_modules = ['layernorm', 'moe_act']\n" in bridge
     latent = dataclasses.replace(EXPERTS, shape=shape("deepseek-v3"))
     assert "layernorm moe_act mla_up_proj" in emitted("megatron", text, latent)
-    with pytest.raises(LayoutError, match="recompute modules with precision fp8"):
+    with pytest.raises(LayoutError, match="recompute norm or activation with precision fp8"):
         emitted("megatron", text, dataclasses.replace(EXPERTS, precision="fp8"))
 
 

@@ -21,6 +21,7 @@ from hocket.spec.layout import Layout
         ("tp4.etp2", ["etp"]),
         ("dp4.pp2.tp2:zero=3,shard=2,schedule=zero-bubble,recompute=full", []),
         ("tp2:recompute=full,sequence_parallel=true", []),
+        ("tp2:recompute=norm+activation+mla_up", []),
     ],
 )
 def test_what_a_layout_asks_for_and_the_runtime_lacks(text: str, fields: list[str]) -> None:

@@ -10,7 +10,14 @@ from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, Layout, divisors
 
 recomputed = st.sampled_from(
-    [("none", None), ("selective", None), ("full", None), ("full", 1), ("selective", 12)]
+    [
+        ("none", None),
+        ("selective", None),
+        ("full", None),
+        ("full", 1),
+        ("selective", 12),
+        ("norm+mla_up", 1),
+    ]
 )
 
 layouts = st.builds(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hocket.cost.layout_batch import Layouts, schedule_number
-from hocket.spec.layout import OFFLOAD, RECOMPUTE, Layout
+from hocket.spec import recompute
+from hocket.spec.layout import OFFLOAD, Layout
 
 
 def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
@@ -33,7 +34,7 @@ def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 count,
                 layout.zero,
                 layout.shard or layout.dp,
-                RECOMPUTE.index(layout.recompute),
+                recompute.code(layout.recompute),
                 layout.sequence_parallel,
                 schedule_number(layout),
                 layout.pipeline_split == "light-ends",

@@ -17,6 +17,7 @@ MODES: list[dict[str, Any]] = [
     {"recompute": "selective"},
     {"recompute": "full", "recompute_layers": 1},
     {"recompute": "full"},
+    {"recompute": "norm+activation"},
 ]
 LLAMA = {
     "model_type": "llama",
@@ -58,11 +59,16 @@ def test_no_bit_is_changed(
     ranks: RankPool, layout: str, size: int, options: dict[str, Any]
 ) -> None:
     """Dropout draws the same numbers again, also where tensor ranks draw their own."""
-    modes = [*MODES, {"moved": True}, {"moved": True, "recompute": "selective"}]
+    modes = [
+        *MODES,
+        {"moved": True},
+        {"moved": True, "recompute": "selective"},
+        {"moved": True, "recompute": "core_attn+norm+activation"},
+    ]
     for plain, *others in run(ranks, size, layout=layout, modes=modes, **options):
-        assert len(others) == 5
-        *_, moved, fewer = (other["moved"] for other in others)
-        assert moved > fewer > 0
+        assert len(others) == 7
+        *_, moved, fewer, least = (other["moved"] for other in others)
+        assert moved > fewer > least > 0
         for other in others:
             assert other["losses"] == plain["losses"]
             assert other["gradients"] == plain["gradients"]
@@ -85,9 +91,10 @@ def test_less_is_held_and_predicted(
             measured, predicted = row["bytes"], row["predicted"]
             assert measured["total"] == pytest.approx(predicted["total"], rel=0.05), rank
             assert measured["activations"] == pytest.approx(predicted["activations"], rel=0.05)
-    none, selective, one, full = (row["bytes"]["activations"] for row in found[0])
+    none, selective, one, full, modules = (row["bytes"]["activations"] for row in found[0])
     assert full < one < none
     assert full < selective < none
+    assert full < modules < 0.75 * none
 
 
 def test_a_core_that_cannot_be_distinguished_is_refused(ranks: RankPool) -> None:

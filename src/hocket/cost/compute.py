@@ -105,7 +105,12 @@ def block_times(
     kernels = block.kernels + core_kernels
     moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
     forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
-    modules = latent + moved  # at most: every memory-bound operation of forward
+    # At most: every memory-bound operation of forward. Norms are outside, activations inside.
+    modules = {
+        "mla_up": latent,
+        "activation": traffic * block.forward_inside / at.tp,
+        "norm": traffic * block.forward_outside / split,
+    }
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
@@ -122,12 +127,16 @@ def block_times(
     reductions = float(block.reductions)
     waiting = np.where(at.tp > 1, reductions * constants.skew * (at.tp / 8.0) ** 2, 0.0)
     cpu = kernels * constants.kernel_time + waiting
-    full, selective = at.recompute == 2, at.recompute == 1
+    full, selective = at.recomputes("full"), at.recomputes("core_attn")
     half = np.asarray(constants.selective_halves) > 0
     again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
-    again = np.where(full, forward + talk, np.where(at.recompute == 3, modules, again))
+    by_module = np.zeros_like(again, dtype=bool)
+    for kind, seconds in modules.items():
+        again = again + np.where(at.recomputes(kind), seconds, 0.0)
+        by_module |= at.recomputes(kind)
+    again = np.where(full, forward + talk, again)
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
-    again_cpu = np.where(at.recompute == 3, 0.3 * cpu, again_cpu)
+    again_cpu = again_cpu + np.where(by_module, 0.3 * cpu, 0.0)
     if not block.layer:
         again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
         cpu = np.zeros_like(tokens)

@@ -21,6 +21,7 @@ import dataclasses
 
 from hocket.cost.communication_table import FLOAT, Step, Table
 from hocket.cost.stage_communication import StageShare
+from hocket.spec import recompute
 from hocket.spec.layout import Layout
 
 
@@ -72,7 +73,7 @@ def add_attention(
         back = step.tokens * heads.queries * heads.value_size * e
         table.add("all-to-all", "cp", "microbatch", forward + backward, there)
         # A core that is run again stops once it has what backward reads: before its outputs leave.
-        whole = backward if layout.recompute == "selective" else forward
+        whole = backward if "core_attn" in recompute.modules(layout.recompute) else forward
         table.add("all-to-all", "cp", "microbatch", whole + backward, back)
         return
     for name in ("send", "receive"):

@@ -9,6 +9,7 @@ import numpy as np
 from hocket.cost.terms import Floats, Terms
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import OFFLOAD, Layout
+from hocket.spec.recompute import BITS
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "sequential")
 """Schedules that have a price; the number in a column is the place in this list."""
@@ -31,7 +32,7 @@ class Layouts:
     Attributes:
         etp: tensor ranks that divide one expert.
         microbatch: samples in a microbatch. microbatches: of one data rank and step.
-        recompute: place in RECOMPUTE (0 none, 1 selective, 2 full, 3 modules).
+        recompute: `spec.recompute.code` (0 none, 1 selective, 2 full).
         shard: data ranks that share one ZeRO state; dp where not said.
         schedule: place in SCHEDULES.
         lighter: 1 where the first and the last stage hold one layer fewer than the others.
@@ -72,6 +73,11 @@ class Layouts:
     def offloads_activations(self) -> np.ndarray:
         """[r] bool: what layers save for backward is in the host's memory until then."""
         return self._offloads("activations")
+
+    def recomputes(self, kind: str) -> np.ndarray:
+        """[r] bool: layers run again in backward (`full`), or modules of this kind."""
+        found: np.ndarray = (self.recompute.astype(int) & BITS[kind]) != 0
+        return found
 
     def _offloads(self, kind: str) -> np.ndarray:
         named = [number for number, text in enumerate(OFFLOAD) if kind in text.split("+")]

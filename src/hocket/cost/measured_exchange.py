@@ -56,7 +56,7 @@ def exchange_share(
     if layout.cp > 1:
         cores = [kind for kind in job.blocks(stage) if blocks[kind].attention]
         repeated = [kind for kind in again if blocks[kind].attention]
-        repeated += job.again(stage, "selective")
+        repeated += job.again(stage, "core_attn")
         found |= {"attentions": len(cores), "attentions_again": len(repeated)}
         found |= {
             "handed": tuple(each for kind in job.blocks(stage) for each in blocks[kind].handed),

@@ -37,6 +37,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape, Weight
 from hocket.spec.precision import SMALLEST_8BIT, moment_bytes
 from hocket.spec.process_groups import copies_axis, num_copies
+from hocket.spec.recompute import MADE_AGAIN, modules
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
 from hocket.spec.step_prices import Collective, RankStep, StageStep, StepPrices
@@ -107,7 +108,7 @@ class StepProblem:
 
     def again(self, stage: int, mode: str) -> list[str]:
         """The kinds of a stage's layers that are recomputed, if they are in this mode."""
-        if self.layout.recompute != mode:
+        if self.layout.recompute != mode and mode not in modules(self.layout.recompute):
             return []
         layers = [kind for kind in self.blocks(stage) if kind not in ("embedding", "head")]
         return layers[: self.layout.recompute_layers]
@@ -361,7 +362,8 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
         job.microbatch,
         rates,
         full=job.again(stage, "full"),
-        selective=job.again(stage, "selective"),
+        selective=job.again(stage, "core_attn"),
+        modules={kind: job.again(stage, kind) for kind in MADE_AGAIN},
     )
 
     def tensor(name: str, count: int) -> list[Collective]:

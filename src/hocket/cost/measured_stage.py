@@ -15,11 +15,12 @@ Legend: B rows of a microbatch, S sequence, T = B S tokens, t tensor ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hocket.cost.device import linear_seconds
 from hocket.cost.local import divided, held_elements, tensor_elements
 from hocket.cost.measured_rates import BYTES, Rates
+from hocket.cost.recomputed import latent
 from hocket.spec.capabilities import MULTIPLE_OF_8_BITS, NOT_QUANTIZED, STACKED
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import (
@@ -138,8 +139,10 @@ def stage_seconds(
     *,
     full: Sequence[str] = (),
     selective: Sequence[str] = (),
+    modules: Mapping[str, Sequence[str]] | None = None,
 ) -> Seconds:
-    """Of all blocks of a stage, of which some are recomputed `full` or in their attention alone."""
+    """Of all blocks of a stage, of which some are recomputed `full` or in their attention alone, or
+    in norms, activations and up-projections: `modules`, by kind."""
     kinds = list(blocks)
     total = Seconds()
     for kind in dict.fromkeys(kinds):
@@ -148,7 +151,26 @@ def stage_seconds(
         for kind in dict.fromkeys(again):
             once = seconds(shape.blocks[kind], microbatch, rates)
             total += Seconds(input=once).times(again.count(kind))
+    for module, again in (modules or {}).items():
+        for kind in dict.fromkeys(again):
+            once = _module_again(shape.blocks[kind], module, microbatch, rates)
+            total += Seconds(input=once).times(again.count(kind))
     return total + _gradients(weights(shape, kinds), microbatch, rates)
+
+
+def _module_again(block: BlockShape, kind: str, microbatch: Microbatch, rates: Rates) -> float:
+    """At most: all operations of forward that tensor ranks do not share (norms), or that they do
+    (activation functions)."""
+    if kind == "mla_up":
+        up = [p for p in block.products if latent(p)]
+        return sum(_product(p, block, microbatch, rates).forward for p in up)
+    outside = kind == "norm"
+    rows = [row for row in block.unfused if row.view in TIMED and not row.square]
+    return sum(
+        _memory_bound(row, microbatch, rates).forward
+        for row in rows
+        if (row.split == "outside") == outside
+    )
 
 
 def _layer_again(block: BlockShape, microbatch: Microbatch, rates: Rates) -> float:

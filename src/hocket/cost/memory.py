@@ -36,7 +36,6 @@ PINNED_BYTES = 1 + 1 / 16
 """Bytes of a page-locked buffer for each that it holds: sizes have eight steps to a power of two,
 so that up to an eighth is unused, and half of that on average."""
 
-SELECTIVE, FULL, MODULES = 1, 2, 3
 LATE = ("zb-h1", "zb-h2", "zb-v")
 
 
@@ -94,7 +93,7 @@ def peak_memory(
         saved = saved + count * kept * tokens
         widest = np.maximum(widest, kept * tokens)
         deferred = deferred + count * _deferred(block, at, constants) * tokens
-        again = np.where(at.recompute == FULL, whole, 0.0)
+        again = np.where(at.recomputes("full"), whole, 0.0)
         again = again + _working(block, model, at, constants)
         live_layer = np.maximum(live_layer, again * tokens)
         buffers = buffers + count * block.buffers * constants.weight_bytes / model.layers
@@ -284,13 +283,17 @@ def saved_bytes(
     inputs = _stream(model, at, constants)
     whole = plain + core
     half = np.asarray(constants.selective_halves) > 0
-    kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
-    freed = block.saved_modules_inside / at.tp + block.saved_modules_outside / split
-    kept = np.where(at.recompute == MODULES, whole - width * freed, kept)
+    cores = np.where(half, 0.5 * (whole + inputs), plain)
+    kept = np.where(at.recomputes("core_attn"), cores, whole)
+    freed = np.zeros(at.dp.shape)
+    for one in block.freed:
+        nbytes = one.inside / at.tp + one.outside / split + one.whole
+        freed = freed + np.where(at.recomputes(one.kind), width * nbytes, 0.0)
+    kept = kept - freed
     # Weights' gradients that are deferred keep what was made again for them: at most all of it.
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
-    kept = np.where(late & (at.recompute == MODULES), whole, kept)
-    return whole, np.where(at.recompute == FULL, np.where(late, whole, inputs), kept)
+    kept = np.where(late & (freed > 0), whole, kept)
+    return whole, np.where(at.recomputes("full"), np.where(late, whole, inputs), kept)
 
 
 def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:

@@ -23,6 +23,8 @@ from hocket.cost.measured_stage import (
     weight_prefix,
     weights,
 )
+from hocket.cost.recomputed import rows_after
+from hocket.spec import recompute
 from hocket.spec.capabilities import OFFLOADED_BYTES
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
 
@@ -125,6 +127,8 @@ def blocks_of(
     """The blocks of a stage."""
     kinds = job.blocks(number)
     again = len(job.again(number, "full"))
+    asked = recompute.modules(job.layout.recompute)
+    modules_again = len(job.again(number, job.layout.recompute)) if asked else 0
     offloads = job.layout.offloads("activations")
     found: list[BlockBytes] = []
     index = 0
@@ -139,6 +143,9 @@ def blocks_of(
         # The executor holds what a stage is given.
         if at == 0:
             rows.pop("input", None)
+        if layer and modules_again > 0:
+            modules_again -= 1
+            rows = rows_after(block, rows, asked)
         moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
         kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
         made = 0
@@ -233,7 +240,7 @@ def _with_repeated_heads(
     values of their own heads: PyTorch repeats them for each query head, for the memory-efficient
     kernel. Flash attention takes half precision alone, and flex attention, which windows go to,
     takes groups of heads; a core that is recomputed saves what it was given."""
-    if job.workload.dtype != "fp32" or job.layout.recompute == "selective":
+    if job.workload.dtype != "fp32" or "core_attn" in recompute.modules(job.layout.recompute):
         return rows
     elements = 0.0
     for core in block.attention:

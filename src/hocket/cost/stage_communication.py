@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hocket.spec import recompute
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Handed
 from hocket.spec.placement import Placement
@@ -276,7 +277,7 @@ def _over_context(
         return tuple(h for n, h in handed.items() if any(p.startswith(f"{n}.") for p in held))
 
     found: dict[str, Any] = {"attentions": attentions(placements), "handed": states(placements)}
-    if layout.recompute in ("full", "selective"):
+    if layout.recompute == "full" or "core_attn" in recompute.modules(layout.recompute):
         again = _recomputed(plan, placements, layout)
         found["attentions_again"] = attentions(again)
         found["handed_again"] = states(again) if layout.recompute == "full" else ()

@@ -26,9 +26,6 @@ from hocket.cost.constants import Constants
 from hocket.cost.group_strides import expert_tp, group_size, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import BlockTerms, Floats
-from hocket.spec.layout import RECOMPUTE
-
-FULL = RECOMPUTE.index("full")
 
 MASTER = 4.0
 """Bytes of a parameter's master, and of a gradient that the host steps from."""
@@ -160,7 +157,7 @@ def held(
         if later:
             both = of_live + np.maximum(of_live, of_ends)
             # Where layers save little on the device, nothing shrinks meanwhile.
-            small = (at.recompute == FULL) | at.offloads_activations
+            small = at.recomputes("full") | at.offloads_activations
             in_flight = np.where(own & small, both, of_live)
         else:
             two = np.where(own, live + np.maximum(live, ends), two)

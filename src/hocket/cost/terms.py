@@ -12,14 +12,16 @@ Legend: r rows (1 for one shape), o operations of a block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hocket.cost.local import together
-from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape, Weight
+from hocket.cost.recomputed import freed, latent, norm_modules
+from hocket.spec.model_shape import BlockShape, ModelShape, Saved, Weight
+from hocket.spec.recompute import MADE_AGAIN
 
 Floats = NDArray[np.float64]
 
@@ -63,6 +65,17 @@ class Core:
 
 
 @dataclasses.dataclass(frozen=True)
+class Freed:
+    """Bytes per token that recompute of one kind of module frees of what is saved, by what divides
+    them, [r] each."""
+
+    kind: str
+    inside: Floats
+    outside: Floats
+    whole: Floats
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockTerms:
     """One kind of block. Elements are per token, [r]; `*_outside` is what tensor parallelism
     divides only with sequence parallelism.
@@ -83,8 +96,7 @@ class BlockTerms:
         saved_square_own: scores that the model's own code saves where its attention is not a
             flash kernel (gpt-oss, whose attention has sinks), times the sequence.
         saved_routed: of `saved`, rows of tokens on the ranks of their experts.
-        saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
-            up-projections) makes again.
+        freed: of `saved`, what recompute of each kind of module makes again.
         deferred: elements that the gradients of linear layers' weights are computed from: inputs,
             once each, and gradients of outputs.
         working: gradients of the widest inner tensors at once, in its backward; 0 where kernels are
@@ -118,8 +130,7 @@ class BlockTerms:
     saved_core: Floats
     saved_square: Floats
     saved_square_own: Floats
-    saved_modules_inside: Floats
-    saved_modules_outside: Floats
+    freed: tuple[Freed, ...]
     saved_routed_inside: Floats
     saved_routed_outside: Floats
     deferred_inside: Floats
@@ -223,38 +234,43 @@ def structure(model: Terms) -> tuple[Any, ...]:
     )
 
 
-def _latent(p: MatrixProduct) -> bool:
-    """Whether a product reads what a norm inside its own module made: MLA's latent vectors."""
-    norm = p.input.partition(":")[0]
-    return "norm" in norm and norm.rpartition(".")[0] == p.name.rpartition(".")[0] != ""
-
-
 def has_latent(shape: ModelShape) -> bool:
     """Whether a model has latent attention (MLA): keys and values projected up from a vector."""
-    return any(_latent(p) for block in shape.blocks.values() for p in block.products)
+    return any(latent(p) for block in shape.blocks.values() for p in block.products)
 
 
-def _of_modules(block: BlockShape, *, outside: bool) -> float:
-    """Bytes that norms and activation functions make again from their inputs, which are saved as
-    well, and queries, keys and values that latent vectors are projected up to."""
+def _freed(block: BlockShape, kind: str, eager: bool) -> Freed:
+    """What recompute of one kind of module frees, in bytes."""
+    if eager:
+        parts = dict(freed(block, (kind,)))
+        rows = [(row, parts.get(row.name, 0.0)) for row in block.saved]
+    else:
+        rows = [(row, 1.0) for row in _freed_fused(block, kind)]
+    sums = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
+    for row, part in rows:
+        if row.view in ("eager" if eager else "fused", "both") and not row.square:
+            sums[_divided(row.split)] += part * row.bytes
+    return Freed(kind, **{name: _one(value) for name, value in sums.items()})
+
+
+def _freed_fused(block: BlockShape, kind: str) -> Iterator[Saved]:
+    """Where norms and activation functions are kernels: outputs that they make again from their
+    inputs, which are saved as well, and queries, keys and values that latent vectors are projected
+    up to."""
     # Inputs of products by their bytes too: stacked experts have two products of one name. What is
     # indexed or attended to is no elementwise operation's result, and latent vectors stay.
+    norms = norm_modules(block)
     made = {
         (f"{p.name} input", 2.0 * p.k * p.count)
         for p in block.products
         if ":" in p.input and p.input.rpartition(":")[2] not in ("attention", "index")
-        if not _latent(p)
+        if not latent(p) and (p.input.partition(":")[0] in norms) == (kind == "norm")
     }
-    latent = {p.name.rpartition(".")[0] for p in block.products if _latent(p)}
-    up = {f"{module} {what}" for module in latent for what in ("query", "key", "value")}
-    return sum(
-        row.bytes
-        for row in block.saved
-        if ((row.name, row.bytes) in made or row.name in up)
-        and row.view in ("fused", "both")
-        and not row.square
-        if (row.split == "outside") == outside
-    )
+    projected = {p.name.rpartition(".")[0] for p in block.products if latent(p)}
+    up = {f"{module} {what}" for module in projected for what in ("query", "key", "value")}
+    for row in block.saved:
+        if row.name in up if kind == "mla_up" else (row.name, row.bytes) in made:
+            yield row
 
 
 def _expert_outputs(block: BlockShape) -> float:
@@ -419,7 +435,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
                 _one(p.groups),
                 p.frozen,
                 p.lora,
-                _latent(p),
+                latent(p),
             )
             for p in products
         ),
@@ -461,8 +477,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         saved_square_own=_one(
             sum(s.bytes for s in block.saved if s.square and s.view == "eager" and eager)
         ),
-        saved_modules_inside=_one(_of_modules(block, outside=False)),
-        saved_modules_outside=_one(_of_modules(block, outside=True)),
+        freed=tuple(_freed(block, kind, eager) for kind in MADE_AGAIN if layer),
         saved_routed_inside=_one(_routed(block, views, "inside")),
         saved_routed_outside=_one(_routed(block, views, "outside", "whole")),
         deferred_inside=_one(deferred["inside"]),

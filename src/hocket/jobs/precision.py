@@ -8,6 +8,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from hocket.spec import recompute
 from hocket.spec.capabilities import (
     PRECISIONS,
     TRAINED,
@@ -75,7 +76,7 @@ def reject_compile(options: TrainOptions) -> None:
 def reject_precision(
     workload: Workload, options: TrainOptions, layout: Layout, schedule: Schedule | None = None
 ) -> None:
-    """Refuse a dtype or an offload that the devices or the layout cannot have.
+    """Refuse a dtype, an offload or a recompute that the devices or the options cannot have.
 
     Raises:
         OptionError: with the reason.
@@ -114,6 +115,13 @@ def reject_precision(
         lacking = cuda and not library and not halved
         hint = "pip install 'hocket[fp8]'" if lacking else "--dtype bf16"
         raise OptionError(why, hint=hint)
+    again = set(recompute.modules(layout.recompute)) & set(recompute.MADE_AGAIN)
+    if options.compile and again:
+        raise OptionError(
+            f"recompute is {layout.recompute}, with --compile: a compiled layer chooses itself "
+            "which cheap operations run again in backward",
+            hint="--recompute none --compile",
+        )
     why = refused_offload(layout, cuda=cuda)
     if why is not None:
         raise OptionError(

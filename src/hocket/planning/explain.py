@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from hocket.cost.terms import has_latent
 from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.layouts import tensor_degrees
 from hocket.planning.pins import Pins
 from hocket.planning.problem import Problem
 from hocket.planning.search import SearchResult, search_layouts
+from hocket.spec import recompute
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import HocketError
-from hocket.spec.layout import RECOMPUTE, Layout
+from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
 
 SHOWN = 8
@@ -35,10 +37,6 @@ LINKS = (WITHOUT, WITH)
 """Counterfactuals that answer whether NVLink matters."""
 
 Neighbour = tuple[str, dict[str, Any]]
-
-
-AGAIN = ("none", "selective", "modules", "full")
-"""Kinds of recompute by how much runs again."""
 
 
 def explain_layout(
@@ -136,7 +134,7 @@ def _neighbours(problem: Problem, best: LayoutForecast, here: bool) -> Iterator[
             yield f"microbatches of {size}", {"microbatch": size}
     options: tuple[tuple[str, tuple[Any, ...]], ...] = (
         ("zero", (0, 1, 3)),
-        ("recompute", RECOMPUTE),
+        ("recompute", recompute.choices(has_latent(problem.shape))),
         ("sequence_parallel", (False, True)),
         ("schedule", ("1f1b", "interleaved", "zero-bubble") if layout.pp > 1 else ()),
     )
@@ -145,6 +143,11 @@ def _neighbours(problem: Problem, best: LayoutForecast, here: bool) -> Iterator[
             if value != getattr(layout, field) and value in frozen.get(field, (value,)):
                 text = str(value).lower() if isinstance(value, bool) else value
                 yield f"{field}={text}", {field: value}
+
+
+def _again(layout: Layout) -> tuple[bool, int]:
+    """A measure of how much runs again."""
+    return layout.recompute == "full", recompute.code(layout.recompute)
 
 
 def _loses(problem: Problem, best: LayoutForecast, other: LayoutForecast, objective: str) -> str:
@@ -171,7 +174,7 @@ def _reason(problem: Problem, best: LayoutForecast, other: LayoutForecast) -> st
     if worst == "communication inside layers" and a.tp > domain >= b.tp:
         return f"leaves the {'NVLink ' if problem.cluster.node.link.generation else ''}domain"
     if worst == "compute":
-        if AGAIN.index(a.recompute) > AGAIN.index(b.recompute):
+        if _again(a) > _again(b):
             return "computes activations twice"
         return "computes longer, in smaller matmuls or uneven stages"
     if worst == "other":

@@ -34,14 +34,14 @@ from hocket.cost.layout_batch import (
     Layouts,
     schedule_number,
 )
-from hocket.cost.terms import Floats
+from hocket.cost.terms import Floats, has_latent
 from hocket.planning.pins import Pins
 from hocket.schedules.registry import compute
-from hocket.spec import legality
+from hocket.spec import legality, recompute
 from hocket.spec.capabilities import TABLE
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError
-from hocket.spec.layout import AXES, OFFLOAD, RECOMPUTE, Layout, divisors
+from hocket.spec.layout import AXES, OFFLOAD, Layout, divisors
 from hocket.spec.model_shape import ModelShape
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
@@ -77,14 +77,14 @@ def legal_layouts(
     base = _with_batches(meshes, shape, global_batch, pins)
     parts: list[dict[str, Floats]] = []
     offload = pins.get("offload", "none").split("+")
-    for option in _options(pins, here):
-        schedule, zero, recompute, parallel = option
-        if option[2] == "selective" and not selective and "recompute" not in pins:
+    for option in _options(pins, here, has_latent(shape)):
+        schedule, zero, again, parallel = option
+        if again == "selective" and not selective and "recompute" not in pins:
             continue
         if "params" in offload and zero != 3:
             continue
         # Under full recompute a layer saves its input alone; what deferred gradients need stays.
-        if "activations" in offload and (recompute == "full" or schedule in LATE):
+        if "activations" in offload and (again == "full" or schedule in LATE):
             continue
         keep = _allowed(base, option, seq_len=seq_len, pins=pins)
         chosen = {name: column[keep] for name, column in base.items()}
@@ -92,7 +92,7 @@ def legal_layouts(
         for name, value in (
             ("schedule", SCHEDULES.index(NAMES[schedule])),
             ("zero", zero),
-            ("recompute", RECOMPUTE.index(recompute)),
+            ("recompute", recompute.code(again)),
             ("sequence_parallel", parallel),
         ):
             chosen[name] = np.full(count, float(value))
@@ -141,7 +141,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         virtual_stages=row["virtual"],
         zero=row["zero"],
         shard=row["shard"] if row["zero"] and row["shard"] != row["dp"] else None,
-        recompute=RECOMPUTE[row["recompute"]],
+        recompute=recompute.name(row["recompute"]),
         sequence_parallel=bool(row["sequence_parallel"]),
         offload=OFFLOAD[row["offload"]],
     )
@@ -171,7 +171,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "microbatch": batch // count,
         "microbatches": count,
         "shard": layout.shard or layout.dp,
-        "recompute": RECOMPUTE.index(layout.recompute),
+        "recompute": recompute.code(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
         "schedule": schedule,
         "lighter": _has_light_ends(layout, len(shape.layers)),
@@ -256,15 +256,13 @@ def runs_here(layouts: Layouts, axes: Collection[str] | None = None) -> np.ndarr
         "cp": layouts.cp,
         "ep": layouts.ep,
         "zero": layouts.zero,
-        "recompute": layouts.recompute,
         "sequence_parallel": layouts.sequence_parallel,
     }
     found = np.ones(len(layouts), dtype=bool)
     hybrid = layouts.shard != layouts.dp
     found &= ~hybrid | ((layouts.ep == 1) & (layouts.etp == layouts.tp))
     for row in (row for row in TABLE if row.field in columns):  # an etp is tp or 1
-        values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
-        found &= np.isin(columns[row.field], [float(v) for v in values])
+        found &= np.isin(columns[row.field], [float(v) for v in row.runs])
     for axis in ("cp", "ep"):
         if axes is not None and axis not in axes:
             found &= columns[axis] == 1
@@ -436,7 +434,7 @@ def _virtual_stages(layers: int, pp: int) -> list[int]:
     return [v for v in longest if v <= 2 or longest[v] < longest[v - 1]]
 
 
-def _options(pins: Pins, here: bool) -> Iterator[tuple[str, int, str, bool]]:
+def _options(pins: Pins, here: bool, latent: bool) -> Iterator[tuple[str, int, str, bool]]:
     """(schedule, ZeRO stage, recompute, sequence parallel)."""
     allowed = {row.field: row.runs for row in TABLE} if here else {}
 
@@ -448,7 +446,7 @@ def _options(pins: Pins, here: bool) -> Iterator[tuple[str, int, str, bool]]:
     return itertools.product(
         choices("schedule", SEARCHED),
         choices("zero", (0, 1, 2, 3)),
-        choices("recompute", RECOMPUTE),
+        choices("recompute", recompute.choices(latent)),
         choices("sequence_parallel", (False, True)),
     )
 
@@ -461,7 +459,7 @@ def _allowed(
     pins: Pins,
 ) -> np.ndarray:
     """[r] bool: the rows of `base` that these options fit."""
-    schedule, zero, recompute, parallel = option
+    schedule, zero, again, parallel = option
     pp, virtual, m = base["pp"], base["virtual"], base["microbatches"]
     piped = pp > 1
     if schedule == "interleaved":
@@ -471,7 +469,7 @@ def _allowed(
         # Full recompute has thrown away what the weights' half waits for; it is made again for the
         # first half and held from there on: as much as without it, and slower.
         stages = 2 if schedule == "zb-v" else 1
-        keep = piped & (virtual == stages) & (recompute not in ("full", "modules"))
+        keep = piped & (virtual == stages) & (again in ("none", "selective"))
     elif schedule == "1f1b" or "schedule" in pins:
         several = schedule != "1f1b" and "virtual_stages" in pins
         keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))

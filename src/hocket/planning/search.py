@@ -203,7 +203,8 @@ def score(scored: Scored, objective: str) -> Floats:
 def ranked_rows(scored: Scored, objective: str) -> np.ndarray:
     """Rows from best to worst; equals by memory, then by how little they ask for."""
     at = scored.layouts
-    asks = at.zero + at.recompute + at.sequence_parallel + np.log2(at.cp) + (at.virtual > 1)
+    again = (at.recompute > 0) + 1.0 * at.recomputes("full")
+    asks = at.zero + again + at.sequence_parallel + np.log2(at.cp) + (at.virtual > 1)
     rounded = np.array([float(f"{value:.4g}") for value in score(scored, objective)])
     second = scored.seconds if objective == "memory" else scored.high
     return np.lexsort((second, asks, rounded))

@@ -28,13 +28,13 @@ from hocket.catalogue import shapes
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.layout_batch import SCHEDULES
 from hocket.cost.machine import ClusterNumbers
-from hocket.cost.memory import FULL, MODULES, SELECTIVE
 from hocket.planning import csv_rows, expert_rows
 from hocket.planning.csv_rows import LeftOut, number
 from hocket.planning.decoder import decoder
 from hocket.planning.problem import Problem
 from hocket.planning.row_machine import row_cluster, row_machine_numbers
 from hocket.planning.unstated import KNOBS, resolve_unstated
+from hocket.spec import recompute
 from hocket.spec.cluster import Cluster
 from hocket.spec.model_shape import ModelShape
 
@@ -95,7 +95,7 @@ CATALOGUED = (
 RECOMPUTE_OF = (
     (r"^(jax|megatron|deepspeed) ", "full"),
     (r"^nemo .*(llama_?3|qwen3)", "none"),
-    (r"^nemo .*deepseek", "modules"),
+    (r"^nemo .*deepseek", recompute.CHEAP),
 )
 """Recompute by stack and model where a row does not state it and its software does (first match):
 Megatron-LM before 2022 and Pax had no other kind and ran their published figures with it; NVIDIA's
@@ -104,8 +104,8 @@ DeepSeek-V3."""
 
 MAINSTREAM = "mainstream"
 
-KINDS = ((FULL, "full"), (MODULES, "modules"), (SELECTIVE, "selective"))
-"""Kinds of recompute by the word that a row has for them."""
+KINDS = ("full", "selective", recompute.CHEAP)
+"""Kinds of recompute that a row has a word for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,8 @@ def _parse(row: Mapping[str, str]) -> PublishedRow:
     if stack == "megatron" and zero == 3:
         stack = "deepspeed"
     layout = _layout(row, stack, said)
-    if stack == "megatron" and (layout["sequence_parallel"] or layout["recompute"] == SELECTIVE):
+    selective = layout["recompute"] == recompute.code("selective")
+    if stack == "megatron" and (layout["sequence_parallel"] or selective):
         stack = "megatron-2022"  # which brought both
     cluster = row_cluster(
         row["gpu"],
@@ -409,11 +410,11 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     elif re.search(r"\bhsdp\b", said):
         shard = min(dp, number(row, "gpus_per_node") or 8.0)
     etp = number(row, "etp") or (1.0 if ep > dp * cp else tp)
-    recompute = row.get("recompute", "").lower()
+    again = row.get("recompute", "").lower()
     if row.get("recompute_modules", "").strip():
-        recompute = "modules"
-    if recompute in ("", "nan"):
-        recompute = _recipe(row, stack) or "none"
+        again = recompute.CHEAP
+    if again in ("", "nan"):
+        again = _recipe(row, stack) or "none"
     return {
         "dp": dp,
         "tp": tp,
@@ -426,7 +427,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "microbatches": max(1.0, round(batch / (micro * dp))),
         "zero": zero,
         "shard": shard,
-        "recompute": float(next((i for i, name in KINDS if name in recompute), 0)),
+        "recompute": float(next((recompute.code(name) for name in KINDS if name in again), 0)),
         "sequence_parallel": float((number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
         "lighter": float("one layer fewer" in said),

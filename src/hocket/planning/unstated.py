@@ -21,9 +21,9 @@ from hocket.planning.problem import Problem
 from hocket.planning.search import estimate_layouts, ranked_rows
 from hocket.planning.stacks import STACKS
 from hocket.planning.tools.limits import ToolLimits
-from hocket.spec import legality
+from hocket.spec import legality, recompute
 from hocket.spec.errors import OptionError
-from hocket.spec.layout import RECOMPUTE, divisors
+from hocket.spec.layout import divisors
 
 KNOBS = {
     "micro_batch": "microbatch",
@@ -55,7 +55,7 @@ def resolve_unstated(
         at = int(held.least.argmin())
     values = {
         "micro_batch": f"{rows.microbatch[at]:g}",
-        "recompute": RECOMPUTE[int(rows.recompute[at])],
+        "recompute": recompute.name(rows.recompute[at]),
         "zero_stage": f"{rows.zero[at]:g}",
         "sp": f"{rows.sequence_parallel[at]:g}",
     }
@@ -69,7 +69,7 @@ def _candidates(problem: Problem, stated: Mapping[str, float], unknown: set[str]
     batch = problem.global_batch / stated["dp"]
     choices: dict[str, list[float]] = {
         "microbatch": [float(n) for n in divisors(int(batch))],
-        "recompute": [float(RECOMPUTE.index(name)) for name in has.recompute],
+        "recompute": [float(recompute.code(name)) for name in has.recompute],
         "zero": [float(stage) for stage in has.zero],
         "sequence_parallel": [float(value) for value in has.sequence_parallel],
     }
@@ -92,7 +92,7 @@ def _candidates(problem: Problem, stated: Mapping[str, float], unknown: set[str]
 def _sound(problem: Problem, row: Mapping[str, float], unknown: set[str]) -> bool:
     """Whether a search would look at unknown values (`planning.layouts`)."""
     late = SCHEDULES[int(row["schedule"])] in LATE
-    thrown_away = row["recompute"] in (RECOMPUTE.index("full"), RECOMPUTE.index("modules"))
+    thrown_away = recompute.name(row["recompute"]) not in ("none", "selective")
     cp, tp = int(row["cp"]), int(row["tp"])
     return not (
         ("recompute" in unknown and late and row["pp"] > 1 and thrown_away)

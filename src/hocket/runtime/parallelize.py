@@ -27,6 +27,7 @@ from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
 from hocket.runtime.pipeline.stage import LossFunction, Stage
 from hocket.runtime.tensor_parallel import apply_tensor_parallel, copies_needed
+from hocket.spec import recompute
 from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
@@ -216,7 +217,9 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
     if layout.recompute != "none" and plan.stages is None:
         reason = plan.reasons.get("stages", "its plan names no layers")
         raise ModelError(f"no layers can be recomputed: {reason}", hint="recompute=none")
-    if layout.recompute == "selective" and not (plan.stages and plan.stages.cores):
+    if "core_attn" in recompute.modules(layout.recompute) and not (
+        plan.stages and plan.stages.cores
+    ):
         reason = plan.reasons.get("cores", "its plan names no attention cores")
         raise ModelError(
             f"attention cores cannot be recomputed by themselves: {reason}", hint="recompute=full"

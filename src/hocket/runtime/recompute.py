@@ -3,10 +3,12 @@
     full        of each layer only its input stays; backward runs the layer again, then backward
                 through it (Chen et al. 2016; Korthikanti et al. 2022, section 5)
     selective   only what the attention core saves is thrown away: everything else stays
+    modules     of norms, activation functions and MLA's up-projections the input stays
+                (`runtime.recipes`)
 
-`torch.utils.checkpoint` does the work, in its form of hooks on saved tensors. It stops as soon as
-the last tensor that backward asks for is there: a layer that ends in a product and sums is not
-run to its end, and the last all-reduce over tp is not repeated. All others are.
+`torch.utils.checkpoint` does the work of the first two, in its form of hooks on saved tensors. It
+stops as soon as the last tensor that backward asks for is there: a layer that ends in a product and
+sums is not run to its end, and the last all-reduce over tp is not repeated. All others are.
 
 What a layer's first run found out by asking others is noted and not asked again (`found_once`):
 the sizes of messages to experts, which a CUDA host waits for.
@@ -18,6 +20,7 @@ products read stays from there to W.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +31,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hocket.runtime.random import Streams
+from hocket.runtime.recipes import (
+    KeptInput,
+    LayerWithRecipes,
+    ProjectionAgain,
+    WrittenModule,
+    mapped,
+    nothing_written,
+    running_layer,
+)
+from hocket.spec import recompute
 from hocket.spec.layout import Layout
 from hocket.spec.plan import StagePlan
 
@@ -77,7 +90,27 @@ class RecomputedCore:
         if not torch.is_grad_enabled():
             return core(*args, **kwargs)
         draws = self.streams is not None
-        return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
+        layer = running_layer()
+        given = [(args, kwargs)]
+        if layer is None:
+            return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
+        # Queries, keys and values that are made again themselves are kept as what makes them.
+        kept = mapped((args, kwargs), lambda tensor: KeptInput(layer, tensor))
+
+        def run() -> Any:
+            args, kwargs = given.pop() if given else mapped(kept, KeptInput.tensor)
+            with nothing_written():
+                return core(*args, **kwargs)
+
+        return checkpoint(run, use_reentrant=False, preserve_rng_state=draws)
+
+
+class PlainCore:
+    """Calls an attention core inside a module whose operations are written down; its are not."""
+
+    def __call__(self, core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with nothing_written():
+            return core(*args, **kwargs)
 
 
 class _Run(threading.local):
@@ -137,16 +170,78 @@ def recompute_layers(
     Returns:
         The layers concerned: the first `layout.recompute_layers` that the stage has, or all.
     """
-    assert layout.recompute in ("selective", "full"), layout.recompute
     layers = recomputed_layers(module, layout, plan)
+    asked = recompute.modules(layout.recompute)
     for layer in layers:
+        assert not isinstance(vars(layer).get("forward"), RecomputedLayer), "twice"
         if layout.recompute == "full":
-            assert not isinstance(vars(layer).get("forward"), RecomputedLayer), "twice"
             layer.forward = RecomputedLayer(layer.forward, streams)
-        else:
+            continue
+        if "core_attn" in asked:
             for core in _attention_cores(layer, plan.cores):
                 setattr(core, CORE, RecomputedCore(streams))
+        found = {kind: recomputed_modules(layer, kind, plan.cores) for kind in asked}
+        if not any(found.values()):
+            continue
+        for child in found.get("mla_up", []):
+            up = [linear for name, linear in child.named_children() if UP.fullmatch(name)]
+            for linear in up:
+                linear.forward = ProjectionAgain(linear.forward)
+            if not hasattr(child, CORE):
+                setattr(child, CORE, PlainCore())
+        written = [child for kind in recompute.MADE_AGAIN for child in found.get(kind, [])]
+        for child in written:
+            child.forward = WrittenModule(child.forward)
+        layer.forward = LayerWithRecipes(layer.forward)
     return layers
+
+
+FEED_FORWARD = re.compile(r".*(mlp|ffn|feedforward|moe|moeblock|experts?)", re.IGNORECASE)
+"""How the classes of feed-forward layers and layers of experts are named."""
+
+UP = re.compile(r"(q|k|v|kv)_b_proj")
+"""How MLA's up-projections are named."""
+
+
+def recomputed_modules(layer: nn.Module, kind: str, cores: Sequence[str]) -> list[nn.Module]:
+    """The modules of a layer that a word of `spec.recompute.MODULES` stands for.
+
+    Args:
+        cores: names of its attention modules.
+    """
+    attention = _attention_cores(layer, cores)
+    if kind == "core_attn":
+        return []
+    if kind == "norm":
+        return [child for child in layer.modules() if child is not layer and _is_norm(child)]
+    if kind == "mla_up":
+        return [
+            child
+            for child in attention
+            if any(UP.fullmatch(name) for name, _ in child.named_children())
+        ]
+    found: list[nn.Module] = []
+    _feed_forward(layer, set(attention), found)
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def _feed_forward(module: nn.Module, attention: set[nn.Module], found: list[nn.Module]) -> None:
+    """The outermost feed-forward layers, layers of experts and activation functions."""
+    for child in module.children():
+        if child in attention or _is_norm(child):
+            continue
+        holds = attention.isdisjoint(child.modules())
+        named = FEED_FORWARD.fullmatch(type(child).__name__) is not None
+        home = type(child).__module__
+        function = home.endswith(".activations") or home == "torch.nn.modules.activation"
+        if (named and holds) or (function and not any(True for _ in child.parameters())):
+            found.append(child)
+        else:
+            _feed_forward(child, attention, found)
 
 
 def recomputed_layers(module: nn.Module, layout: Layout, plan: StagePlan) -> list[nn.Module]:

@@ -51,11 +51,6 @@ TABLE = (
         runs=(None, 1),
         instead="keeps each expert whole (etp1) or shards it over tp",
     ),
-    Capability(
-        field="recompute",
-        runs=("none", "selective", "full"),
-        instead="recomputes attention cores or whole layers, no other modules",
-    ),
     _ExpertState(
         field="shard",
         runs=(None,),

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.spec import legality, renamed
+from hocket.spec import legality, recompute, renamed
 from hocket.spec.errors import LayoutError, nearest, unknown
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -32,7 +32,6 @@ TERMS = (*DEGREES, "etp")
 """What the text form names before the colon."""
 
 CUTS = ("balanced", "even", "light-ends")
-RECOMPUTE = ("none", "selective", "full", "modules")
 DATA_PARALLEL = ("processes", "threads")
 OFFLOAD = (
     "none", "optimizer", "params", "activations", "optimizer+activations", "params+activations",
@@ -65,10 +64,9 @@ class Layout:
             (moments and masters, stepped on the host), `"params"` (each rank's share of the
             parameters too; needs zero=3), `"activations"` (what layers save for backward; GPUs),
             or one of the first two and the last, as in `"optimizer+activations"`.
-        recompute: activations recomputed in backward: `"none"`, `"selective"` (of attention cores
-            alone), `"full"` (each layer runs again, from its input) or `"modules"` (norms,
-            activation functions and MLA's up-projections, Megatron-Core's --recompute-modules
-            layernorm moe_act mla_up_proj; predicted, not run).
+        recompute: activations recomputed in backward: `"none"`, `"full"` (each layer runs again,
+            from its input) or modules of each layer (`spec.recompute.MODULES`), as in
+            `"norm+activation"`; `"selective"` is attention cores alone.
         recompute_layers: how many layers of each stage, the first ones, are recomputed. None: all.
         sequence_parallel: norms and residuals on 1/tp of the sequence.
         data_parallel: `"processes"` (one rank a replica) or `"threads"` (one process).
@@ -134,8 +132,8 @@ class Layout:
                 f"shard is {self.shard}; it must divide dp = {self.dp}",
                 hint=self._mended(shard=most),
             )
+        object.__setattr__(self, "recompute", recompute.parse(self.recompute))
         for field, choices in (
-            ("recompute", RECOMPUTE),
             ("data_parallel", DATA_PARALLEL),
             ("offload", OFFLOAD),
         ):

@@ -49,6 +49,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"dtype": "fp8"},
     "recompute=selective": {"recompute": "selective"},
     "recompute=full": {"recompute": "full"},
+    "recompute=norm+activation": {"recompute": "norm+activation"},
     "offload=optimizer": {"offload": "optimizer"},
     "offload=activations": {"offload": "activations"},
     "dropout": {"dropout": 0.1},

@@ -8,17 +8,17 @@ from typing import Any
 from hocket.planning.reading import words
 from hocket.planning.reading.configuration import ToolConfiguration, degree, not_a_layout, unread
 from hocket.planning.reading.python import assignments
+from hocket.spec import recompute
 from hocket.spec.errors import OptionError
 
 
 def _modules(words: str | None) -> str:
     """Megatron's --recompute-modules as a value of `Layout.recompute`. Raises OptionError."""
-    named = set((words or "").split())
-    if named == {"core_attn"}:
-        return "selective"
-    if {"layernorm", "moe_act"} <= named <= {"layernorm", "moe_act", "mla_up_proj"}:
-        return "modules"
-    raise not_a_layout(f"--recompute-modules {words}")
+    named = (words or "").split()
+    known = {value: one for one, value in recompute.MEGATRON.items()}
+    if not named or not set(named) <= set(known):
+        raise not_a_layout(f"--recompute-modules {words}")
+    return recompute.parse("+".join(known[one] for one in named))
 
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}

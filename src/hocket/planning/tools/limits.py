@@ -13,7 +13,8 @@ import numpy as np
 
 from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts
 from hocket.cost.terms import has_latent
-from hocket.spec.layout import AXES, RECOMPUTE, Layout
+from hocket.spec import recompute
+from hocket.spec.layout import AXES, Layout
 from hocket.spec.model_shape import ModelShape
 
 
@@ -178,10 +179,13 @@ class ToolLimits:
             f"zero {{zero}}: it has ZeRO stages {', '.join(map(str, self.zero))}",
             lambda at, _: (at.dp * at.cp > 1) & ~np.isin(at.zero, self.zero),
         )
-        places = [RECOMPUTE.index(name) for name in self.recompute]
+        # Of modules any combination.
+        bits = 0
+        for name in self.recompute:
+            bits |= recompute.code(name)
         yield ToolRule(
             f"recompute {{recompute}}: it has {', '.join(self.recompute)}",
-            lambda at, _: ~np.isin(at.recompute, places),
+            lambda at, _: (at.recompute.astype(int) & ~bits) != 0,
         )
         yield ToolRule(
             "sequence_parallel {sequence_parallel} with tp {tp}: it is always "

@@ -11,9 +11,8 @@ from typing import Any
 
 from hocket.planning.tools.job import Tool, ToolJob, flags_text
 from hocket.planning.tools.limits import LayoutRule, ToolLimits, ToolRule, is_schedule
-from hocket.spec.layout import RECOMPUTE, Layout
-
-MODULES = RECOMPUTE.index("modules")
+from hocket.spec import recompute
+from hocket.spec.layout import Layout
 
 MEGATRON_RULES = (
     ToolRule(
@@ -47,12 +46,15 @@ MEGATRON_RULES = (
         lambda at, facts: (at.cp > 1) & (facts.seq_len % (2 * at.cp) != 0),
     ),
     ToolRule(
-        "recompute modules of a dense model: it recomputes activation functions of experts alone",
-        lambda at, facts: (at.recompute == MODULES) & (facts.experts == 0),
+        "recompute activation of a dense model: it recomputes those of experts alone",
+        lambda at, facts: at.recomputes("activation") & (facts.experts == 0),
     ),
     ToolRule(
-        "recompute modules with precision {precision}: its delayed scaling keeps norms",
-        lambda at, facts: (at.recompute == MODULES) & (facts.precision in ("fp8", "fp4")),
+        "recompute norm or activation with precision {precision}: its delayed scaling keeps them",
+        lambda at, facts: (
+            (at.recomputes("norm") | at.recomputes("activation"))
+            & (facts.precision in ("fp8", "fp4"))
+        ),
     ),
 )
 
@@ -77,7 +79,7 @@ _LAYOUT_RULES = (
 LIMITS = ToolLimits(
     software="Megatron-LM at d98e8a64 (2026-08-22, megatron-core 0.20.0)",
     schedules=("1f1b", "interleaved"),
-    recompute=RECOMPUTE,
+    recompute=recompute.CHOICES,
     precisions=_PRECISIONS,
     orders=(_DEFAULT, _PIPELINE_FIRST),
     offload=("none", "optimizer"),
@@ -94,7 +96,7 @@ LIMITS = ToolLimits(
 BRIDGE = ToolLimits(
     software="Megatron-Bridge 0.7.0 at 067f987d (2026-08-22)",
     schedules=LIMITS.schedules,
-    recompute=RECOMPUTE,
+    recompute=recompute.CHOICES,
     precisions=("bf16", "fp16"),
     orders=(_DEFAULT, _PIPELINE_FIRST),
     rules=MEGATRON_RULES,
@@ -143,10 +145,10 @@ def _recompute(job: ToolJob) -> tuple[str | None, list[str] | None]:
     them.
     """
     asked = job.layout.recompute
-    if asked != "modules":
+    if asked in ("none", "selective", "full"):
         return (None if asked == "none" else asked), None
-    latent = ["mla_up_proj"] if job.facts.latent else []
-    return "selective", ["layernorm", "moe_act", *latent]
+    modules = [one for one in recompute.modules(asked) if one != "mla_up" or job.facts.latent]
+    return ("selective", [recompute.MEGATRON[one] for one in modules]) if modules else (None, None)
 
 
 def _megatron_flags(job: ToolJob) -> dict[str, Any]:

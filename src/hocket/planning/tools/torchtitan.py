@@ -140,7 +140,7 @@ OLD_LIMITS = ToolLimits(
         ),
         ToolRule(
             "recompute selective: it recomputes every second layer, the plan attention cores",
-            lambda at, facts: (at.recompute == 1) & (not facts.half_of_layers),
+            lambda at, facts: at.recomputes("core_attn") & (not facts.half_of_layers),
         ),
     ),
 )

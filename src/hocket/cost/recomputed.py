@@ -1,0 +1,87 @@
+"""Recomputed: what recompute of modules frees of the tensors that a block saves.
+
+    norm         all that a norm saves and its output; its input is kept: half as wide as its copy
+                 in fp32, where it makes one, else saved already
+    activation   results of elementwise operations in feed-forward layers and experts
+    mla_up       what latent vectors are projected up to, and queries and keys made of it
+
+By the names of saved tensors in a block's shape, `module:operation`; as `runtime.recipes` runs them
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from hocket.spec.model_shape import BlockShape, MatrixProduct, Saved
+
+NORMS = ("rsqrt", "native_layer_norm", "_fused_rms_norm")
+"""Operations by which a module is known as a norm."""
+
+ELEMENTWISE = frozenset({
+    "add", "sub", "rsub", "mul", "div", "pow", "neg", "sqrt", "rsqrt", "reciprocal", "exp",
+    "sigmoid", "tanh", "silu", "gelu", "softplus", "clamp", "clamp_min", "clamp_max", "mean",
+    "_to_copy", "cat", "clone", "new_empty", "where",
+})  # fmt: skip
+"""Operations of `runtime.recipes.OPERATIONS`, by the names under which they are traced. A relu's
+result is not among them: its input would be kept in its place."""
+
+COPY = "_to_copy"
+
+
+def latent(product: MatrixProduct) -> bool:
+    """Whether a product reads what a norm inside its own module made: MLA's latent vectors."""
+    norm = product.input.partition(":")[0]
+    return "norm" in norm and norm.rpartition(".")[0] == product.name.rpartition(".")[0] != ""
+
+
+def rows_after(block: BlockShape, rows: dict[str, int], kinds: Collection[str]) -> dict[str, int]:
+    """Bytes by the name of a saved tensor, of what is held from forward to backward."""
+    gone = dict(freed(block, kinds))
+    found = {}
+    for name, nbytes in rows.items():
+        kept = 1.0 - gone.get(name, 0.0)
+        if kept:
+            found[name] = round(nbytes * kept)
+    return found
+
+
+def freed(block: BlockShape, kinds: Collection[str]) -> Iterator[tuple[str, float]]:
+    """(name of a saved tensor, which part of its bytes is freed)."""
+    norms = norm_modules(block)
+    projected = {p.name for p in block.products if latent(p)}
+    attention = {name.rpartition(".")[0] for name in projected}
+    within = feed_forward(block)
+    for row in block.saved:
+        if row.view not in ("eager", "both") or row.square:
+            continue
+        module, operation, number = _parts(row)
+        if module in norms:
+            if "norm" in kinds and not (operation == "native_layer_norm" and number):
+                # The copy in fp32 gives way to what it was made of.
+                yield row.name, 0.5 if operation == COPY and not number else 1.0
+        elif module in projected or module in attention:
+            if "mla_up" in kinds and (module in projected or operation in ELEMENTWISE):
+                yield row.name, 1.0
+        elif "activation" in kinds and module.startswith(within) and operation in ELEMENTWISE:
+            yield row.name, 1.0
+
+
+def norm_modules(block: BlockShape) -> frozenset[str]:
+    """Names of a block's norms."""
+    found = (_parts(row)[:2] for row in block.saved if row.view in ("eager", "both"))
+    return frozenset(module for module, operation in found if operation in NORMS)
+
+
+def feed_forward(block: BlockShape) -> tuple[str, ...]:
+    """How the names of modules begin that are feed-forward layers or experts."""
+    attention = {core.name.partition(".")[0] for core in block.attention}
+    roots = {p.name.partition(".")[0] for p in block.products} - attention
+    return tuple(sorted(roots)) if block.attention else ()
+
+
+def _parts(row: Saved) -> tuple[str, str, str]:
+    """Module, operation and number of a saved tensor's name."""
+    module, _, rest = row.name.partition(":")
+    operation, _, number = rest.partition("#")
+    return module, operation, number
