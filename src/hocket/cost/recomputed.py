@@ -67,6 +67,26 @@ def freed(block: BlockShape, kinds: Collection[str]) -> Iterator[tuple[str, floa
             yield row.name, 1.0
 
 
+def freed_fused(block: BlockShape, kind: str) -> Iterator[Saved]:
+    """Where norms and activation functions are kernels: outputs that they make again from their
+    inputs, which are saved as well, and queries, keys and values that latent vectors are projected
+    up to."""
+    # Inputs of products by their bytes too: stacked experts have two products of one name. What is
+    # indexed or attended to is no elementwise operation's result, and latent vectors stay.
+    norms = norm_modules(block)
+    made = {
+        (f"{p.name} input", 2.0 * p.k * p.count)
+        for p in block.products
+        if ":" in p.input and p.input.rpartition(":")[2] not in ("attention", "index")
+        if not latent(p) and (p.input.partition(":")[0] in norms) == (kind == "norm")
+    }
+    projected = {p.name.rpartition(".")[0] for p in block.products if latent(p)}
+    up = {f"{module} {what}" for module in projected for what in ("query", "key", "value")}
+    for row in block.saved:
+        if row.name in up if kind == "mla_up" else (row.name, row.bytes) in made:
+            yield row
+
+
 def norm_modules(block: BlockShape) -> frozenset[str]:
     """Names of a block's norms."""
     found = (_parts(row)[:2] for row in block.saved if row.view in ("eager", "both"))

@@ -12,15 +12,15 @@ Legend: r rows (1 for one shape), o operations of a block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hocket.cost.local import together
-from hocket.cost.recomputed import freed, latent, norm_modules
-from hocket.spec.model_shape import BlockShape, ModelShape, Saved, Weight
+from hocket.cost.recomputed import freed, freed_fused, latent
+from hocket.spec.model_shape import BlockShape, ModelShape, Weight
 from hocket.spec.recompute import MADE_AGAIN
 
 Floats = NDArray[np.float64]
@@ -245,32 +245,12 @@ def _freed(block: BlockShape, kind: str, eager: bool) -> Freed:
         parts = dict(freed(block, (kind,)))
         rows = [(row, parts.get(row.name, 0.0)) for row in block.saved]
     else:
-        rows = [(row, 1.0) for row in _freed_fused(block, kind)]
+        rows = [(row, 1.0) for row in freed_fused(block, kind)]
     sums = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
     for row, part in rows:
         if row.view in ("eager" if eager else "fused", "both") and not row.square:
             sums[_divided(row.split)] += part * row.bytes
     return Freed(kind, **{name: _one(value) for name, value in sums.items()})
-
-
-def _freed_fused(block: BlockShape, kind: str) -> Iterator[Saved]:
-    """Where norms and activation functions are kernels: outputs that they make again from their
-    inputs, which are saved as well, and queries, keys and values that latent vectors are projected
-    up to."""
-    # Inputs of products by their bytes too: stacked experts have two products of one name. What is
-    # indexed or attended to is no elementwise operation's result, and latent vectors stay.
-    norms = norm_modules(block)
-    made = {
-        (f"{p.name} input", 2.0 * p.k * p.count)
-        for p in block.products
-        if ":" in p.input and p.input.rpartition(":")[2] not in ("attention", "index")
-        if not latent(p) and (p.input.partition(":")[0] in norms) == (kind == "norm")
-    }
-    projected = {p.name.rpartition(".")[0] for p in block.products if latent(p)}
-    up = {f"{module} {what}" for module in projected for what in ("query", "key", "value")}
-    for row in block.saved:
-        if row.name in up if kind == "mla_up" else (row.name, row.bytes) in made:
-            yield row
 
 
 def _expert_outputs(block: BlockShape) -> float:
