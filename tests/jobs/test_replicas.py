@@ -207,17 +207,23 @@ def test_later_lives_are_given_the_plan_that_an_earlier_one_found(
     assert (tmp_path / "plan.1.1").read_text() in ("of 0-0", "of 1-0")
 
 
+@pytest.mark.parametrize("by", ["the server", "another"])
 def test_a_server_whose_fork_server_was_killed_gets_another(
-    launchers: list[Launcher], tmp_path: Path
+    launchers: list[Launcher], tmp_path: Path, by: str
 ) -> None:
+    """One that was killed from outside is replaced by its launcher, which may have a spare."""
+
     async def body(served: Served) -> None:
         await served.replicas.ready()
-        launchers[1].kill()
+        if by == "the server":
+            launchers[1].kill()
+        else:
+            os.kill(launchers[1]._server.pid, signal.SIGKILL)
         await until(lambda: served.replicas.replicas[1].starts == 2)
         await served.replicas.ready()
         assert await asyncio.gather(*(ask(served, f"b{n}") for n in range(4))) == [[0, 1, 2]] * 4
 
-    assert len(run(launchers, tmp_path, body).made) == 1
+    assert len(run(launchers, tmp_path, body).made) == (by == "the server")
 
 
 def test_while_no_replica_lives_requests_are_refused(

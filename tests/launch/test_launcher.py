@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.launch import Launcher, failure
+from hocket.launch.spare import SpareServer
 from hocket.launch.watch import LEAVE, Watch
 from hocket.spec.errors import LayoutError, OptionError, RankFailure
 from tests.ranks import ROOT, RankPool
@@ -295,6 +296,39 @@ def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -
         assert not launcher.revive()
         with pytest.raises(RankFailure, match="fork server"):
             launcher.run(CASES + "tell_place", 1)
+
+
+@ranks_needed
+def test_a_killed_server_is_replaced_by_its_spare(ranks: RankPool) -> None:
+    """Which imports nothing, has a spare of its own, and leaves with the launcher."""
+    launcher = ranks.launcher
+    launcher.run(CASES + "tell_place", 1)
+    servers = []
+    for when in ("between two runs", "in a run"):
+        server = launcher._server
+        servers.append(server.pid)
+        if when == "in a run":
+            with pytest.raises(RankFailure, match=rf"process {server.pid}\) ended"):
+                launcher.run(CASES + "wait", 2, {}, lambda event: launcher._server.kill())
+        else:
+            server.kill()
+        server.wait(5)
+        assert launcher.revive()
+        assert isinstance(launcher._server, SpareServer)
+        events: list[dict[str, Any]] = []
+        launcher.run(CASES + "tell_place", 2, {}, events.append)
+        assert sorted(event["rank"] for event in events) == [0, 1]
+    assert launcher._server.pid not in servers
+    with Launcher(warm=False) as another:
+        another._cold = False  # as a warm one makes a spare
+        another.run(CASES + "tell_place", 1)
+        spare = children(another._server.pid)
+        assert len(spare) == 1
+    assert not alive(spare[0])
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Self
 
 from hocket.launch import failure, lines
 from hocket.launch.gpus import cuda_shows, rank_settings
+from hocket.launch.spare import UNKNOWN, SpareServer, ask_for_spare, take_spare
 from hocket.launch.watch import Event, Watch
 from hocket.spec.errors import OptionError, RankFailure
 
@@ -84,6 +85,7 @@ class Launcher:
         self.times: dict[str, float] = {}
         self.stop_asked = False
         self._watch: Watch | None = None
+        self._spare: socket.socket | None = None
         self._modules = list(preload)
         self._ended = False
         self._cold = self.device_kind == "cuda" or not warm
@@ -102,7 +104,7 @@ class Launcher:
         if self._cold:
             command.append("--cold")
         try:
-            self._server = subprocess.Popen(
+            self._server: subprocess.Popen[bytes] | SpareServer = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
@@ -218,6 +220,8 @@ class Launcher:
                 self.preload([entry.partition(":")[0]])
                 with listener:
                     watch.begin(json.dumps(start).encode(), listener, self.device_kind == "cuda")
+                if self._spare is None and not self._cold:
+                    self._spare = ask_for_spare(self._control)
                 watch.see_through()
                 ended = True
         finally:
@@ -260,7 +264,7 @@ class Launcher:
         code = self._server.returncode
         size = os.fstat(self._words).st_size
         words = os.pread(self._words, size, 0).decode(errors="replace").rstrip()
-        how = failure.end_of(code)
+        how = failure.end_of(None if code == UNKNOWN else code)
         text = f"the fork server (process {self._server.pid}) {how}; its ranks ended with it"
         error = RankFailure(f"{text}\n{words}".rstrip(), hint=failure.HINTS.get(code))
         error.rank, error.cause = None, how  # type: ignore[attr-defined]
@@ -275,22 +279,30 @@ class Launcher:
         """Whether the server could start another run."""
         return self._control.fileno() >= 0 and self._server.poll() is None
 
-    def kill(self) -> None:
+    def kill(self, *, for_good: bool = True) -> None:
         """End the server and its ranks at once; from any thread, and while another one runs.
 
-        That one's `run` then raises RankFailure. `close` still has to be called.
+        That one's `run` then raises RankFailure. `close` still has to be called. Unless it is
+        `for_good`, `revive` starts another server.
         """
-        self._ended = True
+        self._ended = self._ended or for_good
         self._kill()
 
     def revive(self) -> bool:
-        """Start another server where this one was killed from outside or failed; whether there is
-        one. One that `kill` or `close` ended stays so."""
+        """Take the spare, or start another server, where this one was killed from outside or
+        failed; whether there is one. One that `kill` or `close` ended stays so."""
         if not self._ended and not self.alive and self._server.returncode != 0:
             self._kill()
             self._control.close()
-            os.close(self._words)
-            self._start()
+            spare, self._spare = self._spare, None
+            server = None if spare is None else take_spare(spare)
+            if spare is not None and server is not None:
+                self._control, self._server = spare, server
+                modules, self._modules = self._modules, []
+                self.preload(modules)  # some may have come after the spare was made
+            else:
+                os.close(self._words)
+                self._start()
         return self.alive
 
     def close(self) -> None:
@@ -298,12 +310,18 @@ class Launcher:
         if self._control.fileno() < 0:
             return
         self._ended = True
+        servers = [self._server]
+        if self._spare is not None and (spare := take_spare(self._spare)) is not None:
+            servers.append(spare)
+            self._spare.close()
         self._control.close()
-        try:
-            # While it imports it cannot listen, and nothing is lost by killing it.
-            self._server.wait(0.5)
-        except subprocess.TimeoutExpired:
-            self._kill()
+        for server in servers:
+            try:
+                # While it imports it cannot listen, and nothing is lost by killing it.
+                server.wait(0.5)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
         os.close(self._words)
 
     def __enter__(self) -> Self:

@@ -40,7 +40,8 @@ def end_with_launcher(on_end: Callable[[str], None] | None = None) -> None:
     chain = ancestors()
     if _adopted(chain[-1]):
         _end(f"its launcher ended before rank {_rank()} had begun")
-    _WATCHED.append(threading.Thread(target=_watch, args=[chain], daemon=True, name="launcher"))
+    names = _opened(chain)
+    _WATCHED.append(threading.Thread(target=_watch, args=[names], daemon=True, name="launcher"))
     _WATCHED[0].start()
 
 
@@ -92,17 +93,23 @@ def _adopted(pid: int) -> bool:
     return not python and (pid == 1 or name in _REAPERS)
 
 
-def _watch(chain: list[int]) -> None:
-    poll = select.poll()
-    names: dict[int, str] = {}
+def _opened(chain: list[int]) -> dict[int, str]:
+    """A descriptor of each process, and its name."""
+    names = {}
     for pid in chain:
+        name = f"{_name(pid)} (process {pid})"
         try:
-            fd = os.pidfd_open(pid)
+            names[os.pidfd_open(pid)] = name
         except ProcessLookupError:
-            _end(f"the process that started it ({pid}) is gone")
+            _end(f"{name}, which started it, is gone")
         except OSError:  # a kernel or a sandbox without
             continue
-        names[fd] = f"{_name(pid)} (process {pid})"
+    return names
+
+
+def _watch(names: dict[int, str]) -> None:
+    poll = select.poll()
+    for fd in names:
         poll.register(fd, select.POLLIN)
     if names and (ended := poll.poll()):
         _end(f"{names[ended[0][0]]}, which started it, is gone")

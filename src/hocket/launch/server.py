@@ -9,6 +9,7 @@ of the parent and for the ends of its ranks.
     rank r (events, ...)    ->     fork / spawn           ->     runs, speaks to the parent
                             <-     began r, pid                  directly
                             <-     ended r, status        <-     leaves
+    begun, spare (control)  ->     fork a spare           ->     serves, when this one is killed
     signal n                ->     kill
     leave, or gone          ->     kills all, leaves
 """
@@ -104,6 +105,8 @@ class ForkServer:
                 self.begin(message["rank"], *fds)
             case "begun":
                 self.close_run()
+            case "spare":
+                self.split(*fds)
             case "signal":
                 for rank in message["ranks"]:
                     # Only what has not been waited for: its number cannot have been reused.
@@ -168,6 +171,26 @@ class ForkServer:
             )
         finally:
             os._exit(1)
+
+    def split(self, control: int) -> None:
+        """Fork a spare (`launch.spare`), which is the server of another control socket."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            os.close(control)
+            return
+        try:
+            self.control.close()
+            self.close_run()
+            for _, pidfd in self.ranks.values():
+                os.close(pidfd)
+            spare = ForkServer(socket.socket(fileno=control))
+            spare.control.set_inheritable(False)
+            spare.say({"did": "spare", "pid": os.getpid()})
+            spare.loop()
+        finally:
+            os._exit(0)
 
     def bury(self, rank: int) -> None:
         pid, pidfd = self.ranks.pop(rank)

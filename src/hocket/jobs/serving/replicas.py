@@ -322,7 +322,7 @@ class ReplicaSet:
         """One life, from the start of its ranks to their end. What ended it."""
         one.state, one.since = "starting", None
         one.starts += 1
-        if not one.launcher.alive:
+        if not (one.launcher.alive or one.launcher.revive()):
             one.launcher.close()
             one.launcher = self.relaunch(one.number)
         # Made for this life alone: nobody else may enter, and nothing is left once it is joined.
@@ -355,7 +355,7 @@ class ReplicaSet:
                 # Most often its ranks are about to say why. Those that live on are of no use.
                 await asyncio.wait({ranks}, timeout=LAST_WORDS)
                 if not ranks.done():
-                    one.launcher.kill()
+                    one.launcher.kill(for_good=False)
                     await asyncio.wait({ranks})
                     return _as_error(lost)
             await asyncio.wait({ranks})
