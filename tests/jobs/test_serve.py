@@ -164,6 +164,23 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
     assert entered.measured.decode_seconds
 
 
+@pytest.mark.parametrize(("forced", "code"), [(False, 0), (True, 1)])
+def test_the_exit_code_of_a_server_that_did_not_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: bool, code: int
+) -> None:
+    """A drain that takes its whole time is no failure, a second signal that cuts requests is."""
+    import hocket.cli.serve as verb
+    from hocket.jobs.serving import server
+
+    nothing: Any = None
+    found = server.ServerResult(
+        run=tmp_path, address="", metrics="", measured=nothing, drained=False, forced=forced
+    )
+    monkeypatch.setattr(server, "serve_model", lambda *_, **__: found)
+    monkeypatch.setattr(verb, "_summary", lambda served: None)
+    assert main(["serve", str(tmp_path)]) == code
+
+
 def test_the_command(
     where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,6 +276,7 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
     visitor.over()
     assert done[-1][0] != 200
     assert not found.drained
+    assert found.forced
     assert gone(tmp_path / "one")
     assert gone(tmp_path / "two")
 
@@ -278,6 +296,7 @@ def test_requests_that_outlast_the_drain_are_cut(where: Path, tmp_path: Path) ->
     found = hocket.serve(where, run=tmp_path / "run", on_event=visitor, drain_seconds=0.1, **SMALL)
     visitor.over()
     assert not found.drained
+    assert not found.forced
     assert codes == [503]
     assert "ended before their time" in visitor.said()
     assert gone(tmp_path / "run")

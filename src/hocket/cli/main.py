@@ -75,7 +75,7 @@ MEANT = {
 
 EXIT_CODES = {
     0: "done",
-    1: "a check failed, a rank died, or requests were cut off",
+    1: "a check failed, a rank died, or a second signal cut off requests of a server",
     2: "the command cannot be carried out as it is; the hint is what to change",
     70: "an error of hocket itself; the message names a file with its traceback (EX_SOFTWARE)",
     75: "a signal stopped training; the same command continues (EX_TEMPFAIL)",

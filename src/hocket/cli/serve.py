@@ -72,7 +72,8 @@ class Serve:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve. Returns 0 when all requests ended before the server did, 1 where some were cut."""
+    """Serve. Returns 0 after a signal, also where requests outlasted --drain-seconds, and 1 where a
+    second signal cut some."""
     flags = parse_flags(Serve, "serve", arguments, Serve())
     if not flags.model:
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not flags.json:
         _summary(served)
-    return 0 if served.drained else 1
+    return 1 if served.forced else 0
 
 
 class Lines:

@@ -69,7 +69,8 @@ class ServerResult:
     Attributes:
         run: its folder. address, metrics: where it listened.
         measured: what it did. drained: whether all its requests ended in the time they had.
-        interrupted: Ctrl-C came before it was ready.
+        interrupted: Ctrl-C came before it was ready. forced: a second signal ended requests before
+            the time that they had.
     """
 
     run: Path
@@ -78,6 +79,7 @@ class ServerResult:
     measured: ServingMeasured
     drained: bool = True
     interrupted: bool = False
+    forced: bool = False
 
 
 def serve_model(
@@ -337,6 +339,7 @@ async def _serve(
         measured=found,
         drained=drained,
         interrupted=not keeper.begun and ends.number == signal.SIGINT,
+        forced=not drained and ends.at_once.is_set(),
     )
 
 
