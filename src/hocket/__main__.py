@@ -1,11 +1,18 @@
 """The command `hocket`, and `python -m hocket`."""
 
+import os
+import signal
 import sys
+
+_TEMPFAIL = 75
 
 
 def main() -> int:
     """Run the command line. Returns its exit code; Ctrl-C while it is imported is one as well, and
     so is an error of hocket's own, whose traceback goes to a file."""
+    if sys.argv[1:2] == ["train"]:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _requeued)
     try:
         from hocket.cli.main import main as run
 
@@ -17,6 +24,13 @@ def main() -> int:
         from hocket.cli.internal_error import report_internal_error
 
         return report_internal_error(error, sys.argv[1:])
+
+
+def _requeued(number: int, frame: object) -> None:
+    """End `hocket train` while it is imported and reads its options, as `jobs.early_stop` does
+    later: nothing was begun, and a batch system queues the job again."""
+    os.write(2, b"hocket: stopped before the run began; the same command starts it\n")
+    os._exit(_TEMPFAIL)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,20 @@ def test_stopped_before_the_first_step(tmp_path: Path, number: signal.Signals, p
     assert steps_of(tmp_path / "run") == 3
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stopped_while_options_are_read(tmp_path: Path, number: signal.Signals) -> None:
+    """As while the command is imported: nothing has begun, and the job is queued again."""
+    os.mkfifo(tmp_path / "options.toml")
+    command = [*HOCKET, *job(tmp_path, "run", 3), "--config", "options.toml"]
+    process = start(command, tmp_path)
+    with (tmp_path / "options.toml").open("w"):  # once it is opened for reading
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, output
+    assert "stopped before the run began" in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     process = start([*HOCKET, *job(tmp_path, "run", 100_000)], tmp_path)
     end = time.monotonic() + 120
