@@ -9,9 +9,10 @@ import torch
 
 from hocket.cost.communication import Step, communication
 from hocket.cost.communication_table import Table
-from hocket.cost.context_communication import AttentionHeads
 from hocket.cost.stage_communication import StageShare
+from hocket.models.context import attention_cores
 from hocket.models.context_scans import splits_state
+from hocket.models.skeleton import build_skeleton
 from hocket.runtime.mesh import Mesh
 from hocket.schedules import build_schedule
 from hocket.spec.expert_dispatch import num_nodes
@@ -151,6 +152,7 @@ def recorded_and_expected(
             bucket_bytes=bucket_mb * 1e6,
             experts_per_token=config.get("num_experts_per_tok", 0),
             expert_nodes=num_nodes(expert_dispatch, split),
+            context_parallel=context_parallel,
         ),
         [
             StageShare.of_plan(
@@ -166,16 +168,12 @@ def recorded_and_expected(
                     for name, module in stage.module.named_modules()
                     if splits_state(module)
                 },
+                cores=attention_cores(build_skeleton(config)) if split.cp > 1 else (),
             )
             for stage in parallel.stages
         ],
         None if schedule is None else schedule.stage_ranks,
-        AttentionHeads(
-            queries=4 // split.tp,
-            keys=max(1, int(config.get("num_key_value_heads", 4)) // split.tp),
-            key_size=8, value_size=8, method=context_parallel,
-        ),
-    )  # fmt: skip
+    )
     return mesh.recorder.collectives(), expected
 
 

@@ -132,8 +132,8 @@ def test_a_layer_launches_no_more_than_in_plain_transformers(
         (executed,) = rehearse_job(job, workers=workers).executed.values()
         assert executed.host_reads == []
         plain = inside("plain_launches", config=dict(job.spec.config))
-        found[layers] = sum(executed.launches.values()), plain
+        found[layers] = sum(executed.launches.values()), sum(plain.values())
     assert found[4][0] - found[2][0] <= found[4][1] - found[2][1]
     # What a step has once: a loss that is written over its logits, and a test for steps that are
     # not finite, which plain transformers has not.
-    assert found[4][0] - found[4][1] <= 18
+    assert found[4][0] - found[4][1] <= 16

@@ -55,7 +55,8 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
         ("hy_v4", "tp2", 64),  # that norm is as wide as four streams
         ("kimi_linear", "tp2", 64),  # a recurrence adds to gradients of whole sequences
         ("minimax", "tp2", 1024),  # tables of decays, [heads, 256, 256], which no rank splits
-        ("bailing_hybrid", "cp2", 512),  # scans in chunks of 64 tokens, two a rank at least
+        ("bailing_hybrid", "cp2", 512),  # scans in blocks of 64 tokens, two a rank at least
+        ("bailing_hybrid", "cp2", 64),  # a rank's chunks, of 16 tokens, are padded to such blocks
     ],
 )
 def test_predicted_memory_is_within_5_percent(
@@ -64,6 +65,29 @@ def test_predicted_memory_is_within_5_percent(
     row = rehearsed(kind, "train", layout, workers, tmp_path, tokens)
     assert row["outcome"] == OK, row
     assert abs(row["error"]) <= 0.05, row
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("gemma4_text", "cp2"),  # heads of two sizes
+        ("diffllama", "cp2"),  # asks for attention twice a layer
+        ("hrm_text", "cp2"),  # runs its layers many times, some without gradients
+        ("hrm_text", "tp2"),
+        ("electra", "tp2"),  # an embedding that is narrower than the hidden state
+        ("llama4_text", "tp2"),  # experts that get all tokens, weighted before
+        ("zaya", "tp2"),  # sums of several widths
+    ],
+)
+def test_collectives_are_those_of_theory(
+    workers: RehearsalWorkers, tmp_path: Path, kind: str, layout: str
+) -> None:
+    row = rehearsed(kind, "train", layout, workers, tmp_path)
+    assert row["outcome"] == OK, row
+    assert row["different"] == [], row
+    assert "collectives" not in row["why"], row
 
 
 @pytest.mark.ranks

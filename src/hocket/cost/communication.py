@@ -57,7 +57,7 @@ from hocket.cost.communication_table import (
     block_gathers,
     bucket_bytes,
 )
-from hocket.cost.context_communication import AttentionHeads, add_attention, add_states
+from hocket.cost.context_communication import add_attention, add_states
 from hocket.cost.expert_communication import add_experts
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
@@ -73,13 +73,12 @@ __all__ = [
 ]
 
 
-def communication(  # noqa: PLR0917
+def communication(
     layout: Layout,
     rank: int,
     step: Step,
     shares: Iterable[StageShare],
     stage_ranks: Sequence[int] | None = None,
-    heads: AttentionHeads | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of name, axis, phase, count and bytes of one step on one rank, sorted.
 
@@ -89,7 +88,6 @@ def communication(  # noqa: PLR0917
         step: the sizes of the step.
         shares: what this rank holds of each of its stages.
         stage_ranks: stage to pipeline rank. None: stage s lies on rank s mod pp.
-        heads: of attention on this rank, for cp.
     """
     place = list(stage_ranks or [s % layout.pp for s in range(layout.num_stages)])
     here = layout.coordinate(rank)["pp"]
@@ -108,7 +106,7 @@ def communication(  # noqa: PLR0917
             size = share.router_sums * FLOAT
             table.add("all-reduce", data, "microbatch", step.num_microbatches, size)
         add_experts(table, layout, step, share, tp_index)
-        add_attention(table, layout, step, share, heads)
+        add_attention(table, layout, step, share)
         add_states(table, layout, step, share, layout.coordinate(rank)["cp"])
         _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
         if layout.data_degree > 1:
@@ -139,6 +137,9 @@ def _tensor(table: Table, step: Step, share: StageShare) -> None:
     number, e = step.num_microbatches, step.element_bytes
     sums = share.forward_sums + share.backward_sums + share.repeated_sums
     table.add("all-reduce", "tp", "microbatch", number * sums, step.hidden_bytes)
+    if share.wider:
+        row = table.rows["all-reduce", "tp", "microbatch"]
+        row[1] += number * share.wider * step.tokens * e
     if share.expert_weights:
         # They ride along with a gradient of T x H: bytes, but no message of their own.
         row = table.rows["all-reduce", "tp", "microbatch"]

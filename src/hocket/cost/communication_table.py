@@ -31,6 +31,7 @@ class Step:
         counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
         clips: the norm of the gradient is computed.
         bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
+        context_parallel: `ring`, `ulysses` or `auto`.
     """
 
     seq_len: int
@@ -44,6 +45,7 @@ class Step:
     counts_tokens: bool = True
     clips: bool = True
     bucket_bytes: float = 25_000_000
+    context_parallel: str = "auto"
 
     @property
     def tokens(self) -> int:

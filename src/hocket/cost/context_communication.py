@@ -17,32 +17,16 @@ tensor rank, D and E sizes of keys and values.
 
 from __future__ import annotations
 
-import dataclasses
-
 from hocket.cost.communication_table import FLOAT, Step, Table
 from hocket.cost.stage_communication import StageShare
 from hocket.spec import recompute
 from hocket.spec.layout import Layout
+from hocket.spec.model_shape import Attention
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionHeads:
-    """Heads of one layer on one tensor rank.
-
-    Attributes:
-        queries, keys: A and K. key_size, value_size: D and E.
-        method: `ring`, `ulysses` or `auto`.
-    """
-
-    queries: int
-    keys: int
-    key_size: int
-    value_size: int
-    method: str = "auto"
-
-    def are_split(self, cp: int) -> bool:
-        """Whether heads are split over `cp` ranks (Ulysses)."""
-        return self.method != "ring" and self.queries % cp == 0 and self.keys % cp == 0
+def heads_are_split(core: Attention, cp: int, method: str) -> bool:
+    """Whether the heads of one tensor rank are split over `cp` ranks (Ulysses)."""
+    return method != "ring" and core.heads % cp == 0 and core.kv_heads % cp == 0
 
 
 def add_states(table: Table, layout: Layout, step: Step, share: StageShare, index: int) -> None:
@@ -58,25 +42,35 @@ def add_states(table: Table, layout: Layout, step: Step, share: StageShare, inde
                 table.add(name, "cp", "microbatch", count, rows * handed.state * FLOAT)
 
 
-def add_attention(
-    table: Table, layout: Layout, step: Step, share: StageShare, heads: AttentionHeads | None
+def add_attention(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
+    """Add what the attention of a stage communicates."""
+    if layout.cp == 1:
+        return
+    number = step.num_microbatches
+    # A core that is run again stops once it has what backward reads: before its outputs leave.
+    outputs_again = number * ("core_attn" not in recompute.modules(layout.recompute))
+    for cores, rounds in (
+        (share.attentions, (number, number, number)),
+        (share.attentions_constant, (number, number, 0)),
+        (share.attentions_again, (number, outputs_again, 0)),
+    ):
+        for core in cores:
+            _add_core(table, layout.cp, step, core, rounds)
+
+
+def _add_core(
+    table: Table, cp: int, step: Step, core: Attention, rounds: tuple[int, int, int]
 ) -> None:
-    """Add what the attention of a stage communicates. `heads` None: not known, nothing."""
-    cp, number, e = layout.cp, step.num_microbatches, step.element_bytes
-    if cp == 1 or heads is None:
+    """Add one attention. `rounds`: how often its inputs, its outputs and its gradients travel."""
+    inputs, outputs, backward = rounds
+    e, both = step.element_bytes, core.kv_heads * (core.head_dim + core.value_dim)
+    if heads_are_split(core, cp, step.context_parallel):
+        there = step.tokens * (core.heads * core.head_dim + both) * e
+        back = step.tokens * core.heads * core.value_dim * e
+        table.add("all-to-all", "cp", "microbatch", inputs + backward, there)
+        table.add("all-to-all", "cp", "microbatch", outputs + backward, back)
         return
-    backward = number * share.attentions
-    forward = backward + number * share.attentions_again
-    both = heads.keys * (heads.key_size + heads.value_size)
-    if heads.are_split(cp):
-        there = step.tokens * (heads.queries * heads.key_size + both) * e
-        back = step.tokens * heads.queries * heads.value_size * e
-        table.add("all-to-all", "cp", "microbatch", forward + backward, there)
-        # A core that is run again stops once it has what backward reads: before its outputs leave.
-        whole = backward if "core_attn" in recompute.modules(layout.recompute) else forward
-        table.add("all-to-all", "cp", "microbatch", whole + backward, back)
-        return
+    message = step.tokens * both
     for name in ("send", "receive"):
-        message = step.tokens * both
-        table.add(name, "cp", "microbatch", (forward + backward) * (cp - 1), message * e)
+        table.add(name, "cp", "microbatch", (inputs + backward) * (cp - 1), message * e)
         table.add(name, "cp", "microbatch", backward * (cp - 1), message * max(e, FLOAT))

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.cost.communication_table import Table
-from hocket.cost.context_communication import AttentionHeads, add_attention, add_states
+from hocket.cost.context_communication import add_attention, add_states
 from hocket.cost.expert_communication import add_experts
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.stage_communication import StageShare
-from hocket.spec.model_shape import Weight
+from hocket.spec.model_shape import Attention, Weight
 from hocket.spec.step_prices import Collective
 
 if TYPE_CHECKING:
@@ -26,20 +26,6 @@ FORWARD = {"send": 1 / 3, "all-to-all": 1 / 2, "all-gather": 1 / 2}
 them and their gradients in backward."""
 
 GRADIENT_BYTES = 4
-
-
-def attention_heads(job: StepProblem) -> AttentionHeads | None:
-    """Heads of one layer on one tensor rank; None without cp, or without attention."""
-    cores = [core for kind in job.shape.layers for core in job.shape.blocks[kind].attention]
-    if job.layout.cp == 1 or not cores:
-        return None
-    core, tp = cores[0], job.layout.tp
-    return AttentionHeads(
-        queries=max(1, core.heads // tp),
-        keys=max(1, core.kv_heads // tp),
-        key_size=core.head_dim,
-        value_size=core.value_dim,
-    )
 
 
 def exchange_share(
@@ -54,11 +40,15 @@ def exchange_share(
     layout, blocks = job.layout, job.shape.blocks
     again = job.again(stage, "full")
     if layout.cp > 1:
-        cores = [kind for kind in job.blocks(stage) if blocks[kind].attention]
-        repeated = [kind for kind in again if blocks[kind].attention]
-        repeated += job.again(stage, "core_attn")
-        found |= {"attentions": len(cores), "attentions_again": len(repeated)}
+
+        def cores(kinds: Sequence[str]) -> tuple[Attention, ...]:
+            every = (core for kind in kinds for core in blocks[kind].attention)
+            return tuple(core.on_rank(layout.tp) for core in every)
+
+        repeated = [*again, *job.again(stage, "core_attn")]
         found |= {
+            "attentions": cores(job.blocks(stage)),
+            "attentions_again": cores(repeated),
             "handed": tuple(each for kind in job.blocks(stage) for each in blocks[kind].handed),
             "handed_again": tuple(each for kind in again for each in blocks[kind].handed),
         }
@@ -87,7 +77,7 @@ def exchanges(
     """What a stage exchanges: of one microbatch forward and backward, and of experts' gradients and
     values once a step."""
     table, lines, layout, number = Table(), Table(), job.layout, job.microbatches
-    add_attention(table, layout, job.step, share, attention_heads(job))
+    add_attention(table, layout, job.step, share)
     add_states(lines, layout, job.step, share, layout.cp // 2)  # inside the line: it sends most
     add_experts(table, layout, job.step, share, 0)
     ranks = {

@@ -19,7 +19,7 @@ from hocket.cost.communication import (
     shared_buckets,
 )
 from hocket.cost.local import held_elements, tensor_elements
-from hocket.cost.measured_exchange import attention_heads, exchange_share, exchanges
+from hocket.cost.measured_exchange import exchange_share, exchanges
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
@@ -317,12 +317,11 @@ class StepProblem:
         """By rank: every collective of one step, as the runtime counts them."""
         place = self.schedule.stage_ranks
         shares = [self.share(stage) for stage in range(len(place))]
-        heads = attention_heads(self)
         found = []
         for rank in range(self.layout.world_size):
             here = self.layout.coordinate(rank)["pp"]
             held = [share for share, owner in zip(shares, place, strict=True) if owner == here]
-            found.append(communication(self.layout, rank, self.step, held, place, heads))
+            found.append(communication(self.layout, rank, self.step, held, place))
         return found
 
 

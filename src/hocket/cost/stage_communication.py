@@ -12,9 +12,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hocket.spec import recompute
+from hocket.cost.stage_context import over_context, recomputed
 from hocket.spec.layout import Layout
-from hocket.spec.model_shape import Handed
+from hocket.spec.model_shape import Attention, Handed, ModuleRuns
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment, block_of, matches
 from hocket.spec.process_groups import copies_axis
@@ -33,6 +33,8 @@ class StageShare:
         backward_sums: the same of one backward.
         expert_weights: routing weights per token whose gradient travels with one of the
             `backward_sums`, summed over the layers (experts per token, for each expert layer).
+        wider: elements per token by which all of these sums together are wider than H each, or
+            narrower (below 0).
         repeated_sums, repeated_gathers: those of a forward that full recompute repeats in backward:
             all of its layers', but for the sums with which running a layer again ends.
         forward_gathers, backward_gathers: widths (elements per token, all ranks' parts together)
@@ -57,8 +59,9 @@ class StageShare:
         experts_whole: of those, how many are repeated to the end of their module.
         expert_gradients, expert_frozen: block and bytes of the gradient of each of their
             parameters, which the other fields leave out; those that have none, as in `frozen`.
-        attentions: layers of the stage that have an attention core; attentions_again: of those, how
-            many run theirs again in backward (recompute).
+        attentions: each attention of a forward, with the sizes of one tensor rank;
+            attentions_constant: those of a part without gradients, which are not among them;
+            attentions_again: those that backward runs again (recompute).
         handed: what each recurrent layer of the stage hands on over cp; handed_again: of those that
             are run again in backward.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
@@ -69,6 +72,7 @@ class StageShare:
     forward_sums: int = 0
     backward_sums: int = 0
     expert_weights: int = 0
+    wider: int = 0
     forward_gathers: tuple[int, ...] = ()
     backward_gathers: tuple[int, ...] = ()
     repeated_sums: int = 0
@@ -89,8 +93,9 @@ class StageShare:
     experts_whole: int = 0
     expert_gradients: tuple[tuple[str, int], ...] = ()
     expert_frozen: tuple[tuple[str, int], ...] = ()
-    attentions: int = 0
-    attentions_again: int = 0
+    attentions: tuple[Attention, ...] = ()
+    attentions_constant: tuple[Attention, ...] = ()
+    attentions_again: tuple[Attention, ...] = ()
     handed: tuple[Handed, ...] = ()
     handed_again: tuple[Handed, ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -139,6 +144,8 @@ class StageShare:
         fp8: Collection[str] = (),
         routing_width: int = 1,
         handed: Mapping[str, Handed] | None = None,
+        cores: Collection[tuple[Attention, bool]] = (),
+        runs: Mapping[str, ModuleRuns] | None = None,
     ) -> StageShare:
         """Read off a stage's plan and placements (by global parameter name, in module order).
 
@@ -147,6 +154,9 @@ class StageShare:
         `fp8`: modules that multiply in fp8, which keep their whole input for backward.
         `routing_width`: bytes of a routing weight over those of an activation.
         `handed`: modules that hand on a state, and what (`models.context_scans.state_sizes`).
+        `cores`: each attention of a forward, named by its module, and whether it has a gradient
+        (`models.context.attention_cores`). `runs`: how often a forward runs modules, and
+        on how much (`models.meta_forward`); of one that is absent once, on T x H elements.
 
         Row products and the embedding are summed forward. Column products that share a parent
         module are fed the same tensor, whose gradient is summed once backward. `element_bytes`
@@ -166,7 +176,7 @@ class StageShare:
                 num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()}
             )
 
-        fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
+        fields = _sums(plan, placements, tp, experts_per_token, runs or {}) if tp > 1 else {}
         slices = tp > 1 and layout is not None and layout.sequence_parallel
         if slices:
             fields |= _slices(plan, placements, fields, experts_per_token, routing_width)
@@ -178,7 +188,7 @@ class StageShare:
             fields |= _frozen_sums(plan, placements, fields, trained, first=stage == 0)
         if tp > 1 and layout is not None and layout.recompute == "full":
             again, stops = _again(plan, placements, layout)
-            repeated = _sums(plan.tensor, again, tp, 0)
+            repeated = _sums(plan, again, tp, 0, runs or {})
             if slices:
                 repeated |= _slices(plan, again, repeated, experts_per_token, routing_width)
                 scatters = repeated["forward_scatters"]
@@ -217,7 +227,7 @@ class StageShare:
             if plan.router is not None and plan.router.of_all_ranks
             else 0,
             **_experts(plan, placements, layout),
-            **_over_context(plan, placements, layout, handed or {}),
+            **over_context(plan, placements, layout, handed or {}, cores),
             expert_gradients=tuple(
                 (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
                 for p in moved
@@ -246,41 +256,11 @@ def _experts(
     found: dict[str, Any] = {"experts": tuple(modules.values())}
     if layout.recompute == "full":
         assert plan.stages is not None
-        again = counts(_recomputed(plan, placements, layout))
+        again = counts(recomputed(plan, placements, layout))
         depth = len(plan.stages.layers.split(".")) + 1
         own = [".".join(module.split(".")[depth:]) for module in again]
         found["experts_again"] = tuple(again.values())
         found["experts_whole"] = sum(name not in plan.stages.ends for name in own)
-    return found
-
-
-def _over_context(
-    plan: ParallelPlan,
-    placements: Mapping[str, Placement],
-    layout: Layout | None,
-    handed: Mapping[str, Handed],
-) -> dict[str, Any]:
-    """The fields of a share that come from context parallelism."""
-    if layout is None or layout.cp == 1 or plan.stages is None:
-        return {}
-    prefix = f"{plan.stages.layers}."
-    depth = prefix.count(".") + 1
-    cores = tuple(f"{core}." for core in plan.stages.cores)
-    others = tuple(f"{name}." for name in handed)  # a recurrent layer may have the core's name
-
-    def attentions(held: Mapping[str, Placement]) -> int:
-        inside = (name for name in held if name.startswith(prefix))
-        parts = [name.split(".") for name in inside if not name.startswith(others)]
-        return len({p[depth - 1] for p in parts if ".".join(p[depth:]).startswith(cores)})
-
-    def states(held: Mapping[str, Placement]) -> tuple[Handed, ...]:
-        return tuple(h for n, h in handed.items() if any(p.startswith(f"{n}.") for p in held))
-
-    found: dict[str, Any] = {"attentions": attentions(placements), "handed": states(placements)}
-    if layout.recompute == "full" or "core_attn" in recompute.modules(layout.recompute):
-        again = _recomputed(plan, placements, layout)
-        found["attentions_again"] = attentions(again)
-        found["handed_again"] = states(again) if layout.recompute == "full" else ()
     return found
 
 
@@ -301,39 +281,52 @@ def _count(table: dict[str, int], key: str, number: int) -> None:
 
 
 def _sums(
-    plan: TensorPlan | None, placements: Mapping[str, Placement], tp: int, experts_per_token: int
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    tp: int,
+    experts_per_token: int,
+    runs: Mapping[str, ModuleRuns],
 ) -> dict[str, Any]:
     """The fields of a share that come from how its modules are split."""
-    if plan is None:
+    if plan.tensor is None:
         return {}
-    forward = weights = 0
-    entries: set[str] = set()
+    forward = weights = wider = 0
+    entries: dict[str, tuple[int, int]] = {}
+    hidden = plan.hidden_size or 0
+    once = ModuleRuns(times=1, learned=1, inputs=hidden, outputs=hidden)
     forward_gathers: list[int] = []
     backward_gathers: list[int] = []
     split_loss = False
     for module, owned in _modules(placements).items():
-        split = _split_of(plan, module)
+        split = _split_of(plan.tensor, module)
         if split is None:
             continue
+        run = runs.get(module, once)
+        backward = run.learned, run.learned * (run.inputs - hidden)
         if split.style == "column" and "weight" in owned:
-            entries.add(module.rpartition(".")[0])
+            parent = module.rpartition(".")[0]
+            around = runs.get(parent, once)
+            entries[parent] = around.learned, around.learned * (around.inputs - hidden)
             if split.gather_output:
-                forward_gathers.append(_gathered(split, tp))
+                forward_gathers += [_gathered(split, tp)] * run.times
         elif split.style == "vocab_head":
-            entries.add(module)
+            entries[module] = backward
             split_loss = True
         elif split.style in ("row", "vocab_embedding"):
-            forward += 1
+            forward += run.times
+            wider += run.times * (run.outputs - hidden)
             if split.scatter_input:
-                backward_gathers.append(_gathered(split, tp))
+                backward_gathers += [_gathered(split, tp)] * run.learned
         elif split.style == "experts":
-            forward += 1
-            entries.add(module)
-            weights += experts_per_token
+            forward += run.times
+            wider += run.times * (run.outputs - hidden)
+            entries[module] = backward
+            weights += experts_per_token * run.learned * run.weighted
     return {
         "forward_sums": forward,
-        "backward_sums": len(entries),
+        "backward_sums": sum(times for times, _ in entries.values()),
         "expert_weights": weights,
+        "wider": wider + sum(size for _, size in entries.values()),
         "forward_gathers": tuple(forward_gathers),
         "backward_gathers": tuple(backward_gathers),
         "split_loss": split_loss,
@@ -367,6 +360,7 @@ def _slices(
         "forward_sums": 0,
         "backward_sums": 0,
         "expert_weights": 0,
+        "wider": 0,
         "forward_gathers": sums["forward_gathers"] + one * (entering + replicated) + both * experts,
         "forward_scatters": one * leaving,
         "backward_gathers": sums["backward_gathers"] + one * (leaving + embedding + entering),
@@ -439,7 +433,7 @@ def _again(
     assert plan.stages is not None
     assert plan.tensor is not None
     prefix = f"{plan.stages.layers}."
-    again = _recomputed(plan, placements, layout)
+    again = recomputed(plan, placements, layout)
     stops = 0
     for module in _modules(again):
         split = _split_of(plan.tensor, module)
@@ -447,22 +441,6 @@ def _again(
         if split is not None and split.style in ("row", "experts") and own in plan.stages.ends:
             stops += 1
     return again, stops
-
-
-def _recomputed(
-    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
-) -> dict[str, Placement]:
-    """The placements of the layers that full recompute runs again."""
-    assert plan.stages is not None
-    prefix = f"{plan.stages.layers}."
-    inside = {name: p for name, p in placements.items() if name.startswith(prefix)}
-    numbers = sorted({int(name[len(prefix) :].partition(".")[0]) for name in inside})
-    kept = {f"{prefix}{number}." for number in numbers[: layout.recompute_layers]}
-    return {
-        name: p
-        for name, p in inside.items()
-        if f"{prefix}{name[len(prefix) :].partition('.')[0]}." in kept
-    }
 
 
 def _modules(placements: Mapping[str, Placement]) -> dict[str, set[str]]:

@@ -14,6 +14,7 @@ Legend: B rows, S tokens of the whole sequence, Q queries, N keys.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,7 +26,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hocket.models.context_scans import ATTRIBUTE, split_states, splits_state
+from hocket.models.meta_forward import meta_forward
 from hocket.spec.errors import ModelError
+from hocket.spec.model_shape import Attention
 
 CONTEXT = "hocket_context"
 """The attention implementation."""
@@ -198,6 +201,35 @@ def split_sequences(model: nn.Module) -> None:
     split_states(model)
     model.config._attn_implementation = CONTEXT  # type: ignore[union-attr]
     config._attn_implementation = CONTEXT
+
+
+def attention_cores(skeleton: nn.Module) -> list[tuple[Attention, bool]]:
+    """Each attention of one forward of a model on the meta device, in order: the module that asks
+    for it, its sizes, and whether its outputs have a gradient. A module may ask more than once
+    (DiffLlama), be run more than once (HRM), and have sizes of its own (Gemma 4)."""
+    found: list[tuple[Attention, bool]] = []
+
+    def core(name: str) -> Callable[..., Tensor]:
+        def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+            one = Attention(
+                name=name,
+                heads=query.shape[1],
+                kv_heads=key.shape[1],
+                head_dim=query.shape[3],
+                value_dim=value.shape[3],
+            )
+            found.append((one, torch.is_grad_enabled()))
+            return query.new_empty((*query.shape[:3], value.shape[3]))
+
+        return call
+
+    model = copy.deepcopy(skeleton)
+    split_sequences(model)
+    for name, module in model.named_modules():
+        if not splits_state(module):
+            setattr(module, ATTRIBUTE, core(name))
+    meta_forward(model)
+    return found
 
 
 def own_attention(model: nn.Module) -> str:

@@ -16,10 +16,13 @@ FORMAT = 10
 
 
 def traced_size(spec: RunSpec) -> tuple[int, int]:
-    """Rows of a microbatch and tokens of each, on one rank."""
+    """Rows of a microbatch and tokens of each, on one rank. Over context ranks a rank has two
+    chunks of each sequence, and scans run over each by itself (`runtime.context_parallel.state`),
+    padded to their blocks: as rows of half the tokens."""
     layout, workload = spec.layout, spec.workload
     rows = workload.global_batch // (layout.dp * (layout.microbatches or 1))
-    return max(1, rows), max(1, workload.seq_len // layout.cp)
+    chunks = 2 if layout.cp > 1 else 1
+    return max(1, rows * chunks), max(1, workload.seq_len // (layout.cp * chunks))
 
 
 def shape_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:

@@ -14,10 +14,8 @@ from hocket.spec.plan import matches
 from hocket.spec.run import RunFolder, RunSpec, bucket_mb
 
 if TYPE_CHECKING:
-    from hocket.cost.context_communication import AttentionHeads
     from hocket.cost.stage_communication import StageShare
     from hocket.launch import RankContext
-    from hocket.models.source import ModelSource
     from hocket.spec.placement import Placement
     from hocket.spec.plan import ParallelPlan
 
@@ -34,27 +32,6 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.emit({"event": "theory", "ranks": expected_rows(folder.load(), schedule.stage_ranks)})
 
 
-def _heads(spec: RunSpec, source: ModelSource) -> AttentionHeads | None:
-    """The heads of attention on one tensor rank; latent attention (MLA) expands its keys to a
-    head for each query. None without cp, or where a model has no attention heads."""
-    from hocket.cost.context_communication import AttentionHeads
-
-    sizes, layout, config = source.dimensions, spec.layout, source.config
-    if layout.cp == 1 or not sizes.num_heads:
-        return None
-    latent = config.get("qk_nope_head_dim") is not None
-    keys = sizes.num_heads if latent else sizes.num_key_value_heads
-    size = int(config.get("qk_nope_head_dim") or 0) + int(config.get("qk_rope_head_dim") or 0)
-    key_size = size if latent else sizes.head_dim
-    return AttentionHeads(
-        queries=sizes.num_heads // layout.tp,
-        keys=max(1, keys // layout.tp),
-        key_size=key_size,
-        value_size=int(config.get("v_head_dim") or key_size) if latent else key_size,
-        method=spec.options.context_parallel,
-    )
-
-
 def expected_rows(
     spec: RunSpec, stage_ranks: tuple[int, ...], ranks: Iterable[int] | None = None
 ) -> list[list[Row]]:
@@ -67,7 +44,9 @@ def expected_rows(
 
     from hocket.cost.communication import Step, communication
     from hocket.cost.stage_communication import StageShare
+    from hocket.models.context import attention_cores
     from hocket.models.context_scans import state_sizes
+    from hocket.models.meta_forward import module_runs
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build_skeleton
     from hocket.models.source import run_source
@@ -117,6 +96,7 @@ def expected_rows(
         expert_nodes=num_nodes(spec.options.expert_dispatch, layout),
         counts_tokens=False,  # the training loop knows the number: no sequence is padded
         bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.data_degree),
+        context_parallel=spec.options.context_parallel,
     )
 
     def share(stage: int, tp_index: int, ep_index: int) -> StageShare:
@@ -181,11 +161,14 @@ def expected_rows(
             experts_per_token=choices,
             layout=layout,
             handed=handed,
+            cores=cores,
+            runs=runs,
         )
 
     handed = state_sizes(skeleton, source.dimensions.hidden_size) if layout.cp > 1 else {}
     constant = {name for name, p in skeleton.named_parameters() if not p.requires_grad}
-    heads = _heads(spec, source)
+    cores = attention_cores(skeleton) if layout.cp > 1 else []
+    runs = module_runs(skeleton) if layout.tp > 1 else {}
     shares: dict[tuple[int, int, int], StageShare] = {}
     places = {rank: i for row in layout.expert_groups("expert") for i, rank in enumerate(row)}
     found = []
@@ -197,7 +180,7 @@ def expected_rows(
             if key not in shares:
                 shares[key] = share(*key)
         mine = [shares[stage, where["tp"], places[rank]] for stage in held]
-        found.append(communication(layout, rank, step, mine, stage_ranks, heads))
+        found.append(communication(layout, rank, step, mine, stage_ranks))
     return found
 
 

@@ -88,6 +88,13 @@ class Attention:
     window: int | None = None
     split: str = "inside"
 
+    def on_rank(self, tp: int) -> Attention:
+        """With the heads of one of `tp` ranks; of fewer key/value heads each rank has one."""
+        if self.split != "inside":
+            return self
+        heads, kv_heads = max(1, self.heads // tp), max(1, self.kv_heads // tp)
+        return dataclasses.replace(self, heads=heads, kv_heads=kv_heads)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handed:
@@ -100,6 +107,24 @@ class Handed:
     inputs: int
     state: int = 0
     width: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleRuns:
+    """How a forward runs one module.
+
+    Attributes:
+        times: how often (HRM's layers: many times); learned: how often with a gradient.
+        inputs, outputs: elements per token of its first input and its output. Llama 4's experts
+            get all tokens once for each expert; Electra's embedding has a width of its own.
+        weighted: experts are given routing weights too (Llama 4's are given weighted tokens).
+    """
+
+    times: int
+    learned: int
+    inputs: int
+    outputs: int
+    weighted: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

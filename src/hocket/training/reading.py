@@ -68,8 +68,9 @@ class LossReading:
     def skip(self) -> Tensor:
         """1.0 where loss or norm is not finite, else 0.0: a scalar on the device, the same on
         every rank, since both are sums over all of them."""
-        # Infinity and NaN less themselves are NaN: four kernels, where `isfinite` makes it seven.
-        return ((self.values - self.values).sum() != 0).float()
+        # Infinity and NaN less themselves are NaN: three kernels, where `isfinite` makes it seven.
+        total = (self.values - self.values).sum()
+        return torch.ne(total, 0, out=torch.empty_like(total))
 
     def not_finite(self, loss: float, norm: float) -> TrainingError:
         """What to raise where one of the two, as read, is not finite."""

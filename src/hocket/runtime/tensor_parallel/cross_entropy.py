@@ -108,7 +108,10 @@ def _partial(logits: Tensor, labels: Labels, keep: bool) -> Tensor:
         parts[1].zero_()
         return parts
     column, mine = labels
-    parts[1].copy_(logits.gather(1, column).squeeze(1))
+    if logits.dtype == dtype:  # one kernel, where a copy would be a second
+        torch.gather(logits, 1, column, out=parts[1].unsqueeze(1))
+    else:
+        parts[1].copy_(logits.gather(1, column).squeeze(1))
     if mine is not None:
         parts[1].mul_(mine)
     rows, scratch = _scratch(logits)
