@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hocket.cost.stage_context import over_context, recomputed
+from hocket.cost.stage_context import over_context, recomputed_placements
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Attention, Handed, ModuleRuns
 from hocket.spec.placement import Placement
@@ -256,7 +256,7 @@ def _experts(
     found: dict[str, Any] = {"experts": tuple(modules.values())}
     if layout.recompute == "full":
         assert plan.stages is not None
-        again = counts(recomputed(plan, placements, layout))
+        again = counts(recomputed_placements(plan, placements, layout))
         depth = len(plan.stages.layers.split(".")) + 1
         own = [".".join(module.split(".")[depth:]) for module in again]
         found["experts_again"] = tuple(again.values())
@@ -433,7 +433,7 @@ def _again(
     assert plan.stages is not None
     assert plan.tensor is not None
     prefix = f"{plan.stages.layers}."
-    again = recomputed(plan, placements, layout)
+    again = recomputed_placements(plan, placements, layout)
     stops = 0
     for module in _modules(again):
         split = _split_of(plan.tensor, module)

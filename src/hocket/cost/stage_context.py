@@ -39,13 +39,13 @@ def over_context(
         "handed": states(placements),
     }
     if layout.recompute == "full" or "core_attn" in recompute.modules(layout.recompute):
-        again = recomputed(plan, placements, layout)
+        again = recomputed_placements(plan, placements, layout)
         found["attentions_again"] = attentions(again)
         found["handed_again"] = states(again) if layout.recompute == "full" else ()
     return found
 
 
-def recomputed(
+def recomputed_placements(
     plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
 ) -> dict[str, Placement]:
     """The placements of the layers that full recompute runs again."""
