@@ -26,6 +26,7 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
+from hocket.cost.recomputed import AT_ONCE
 from hocket.cost.state import Parameters, held, imbalance_of, local_parameters, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -89,11 +90,11 @@ def peak_memory(
     layer_weights = largest = (none, none)  # all parameters, and those that are trained
     buffers = np.zeros(shape)
     for count, block in model.kinds:
-        whole, kept = saved_bytes(block, model, at, seq_len, constants)
+        whole, kept, made = saved_bytes(block, model, at, seq_len, constants)
         saved = saved + count * kept * tokens
         widest = np.maximum(widest, kept * tokens)
         deferred = deferred + count * _deferred(block, at, constants) * tokens
-        again = np.where(at.recomputes("full"), whole, 0.0)
+        again = np.where(at.recomputes("full"), whole, made)
         again = again + _working(block, model, at, constants)
         live_layer = np.maximum(live_layer, again * tokens)
         buffers = buffers + count * block.buffers * constants.weight_bytes / model.layers
@@ -265,8 +266,9 @@ def _larger(one: Parameters, other: Parameters) -> Parameters:
 
 def saved_bytes(
     block: BlockTerms, model: Terms, at: Layouts, seq_len: Floats, constants: Constants
-) -> tuple[Floats, Floats]:
-    """Bytes per token of a layer: all that its backward needs, and what is held until then."""
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes per token of a layer: all that its backward needs, what is held until then, and what of
+    modules that run again is there at once when it has come to them."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     width = constants.element_bytes / TRACED_BYTES
     outside = block.saved_outside + constants.expert_outputs * block.saved_expert_outputs
@@ -285,15 +287,20 @@ def saved_bytes(
     half = np.asarray(constants.selective_halves) > 0
     cores = np.where(half, 0.5 * (whole + inputs), plain)
     kept = np.where(at.recomputes("core_attn"), cores, whole)
-    freed = np.zeros(at.dp.shape)
+    freed = made = np.zeros(at.dp.shape)
     for one in block.freed:
         nbytes = one.inside / at.tp + one.outside / split + one.whole
-        freed = freed + np.where(at.recomputes(one.kind), width * nbytes, 0.0)
+        nbytes = np.where(at.recomputes(one.kind), width * nbytes, 0.0)
+        freed = freed + nbytes
+        made = np.maximum(made, AT_ONCE.get(one.kind, 0) * nbytes)
     kept = kept - freed
-    # Weights' gradients that are deferred keep what was made again for them: at most all of it.
+    own = np.asarray(constants.eager_saved) > 0
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
-    kept = np.where(late & (freed > 0), whole, kept)
-    return whole, np.where(at.recomputes("full"), np.where(late, whole, inputs), kept)
+    # Of other software it is not known when what deferred weights' gradients need runs again: it is
+    # taken as kept. Of its own memory the rest is fitted.
+    kept = np.where(late & (freed > 0) & ~own, whole, kept)
+    kept = np.where(at.recomputes("full"), np.where(late, whole, inputs), kept)
+    return whole, kept, np.where(own, made, 0.0)
 
 
 def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:

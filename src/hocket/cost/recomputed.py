@@ -28,6 +28,11 @@ result is not among them: its input would be kept in its place."""
 
 COPY = "_to_copy"
 
+AT_ONCE = {"activation": 1, "mla_up": 2}
+"""Modules whose results are there together when a layer's backward has come to them: those of a
+feed-forward layer, or of an attention. Of queries, keys and values so are their gradients, which
+are wider than those of the feed-forward layer. A layer's norms are made again one by one."""
+
 
 def latent(product: MatrixProduct) -> bool:
     """Whether a product reads what a norm inside its own module made: MLA's latent vectors."""
@@ -44,6 +49,16 @@ def rows_after(block: BlockShape, rows: dict[str, int], kinds: Collection[str]) 
         if kept:
             found[name] = round(nbytes * kept)
     return found
+
+
+def made_at_once(block: BlockShape, rows: dict[str, int], kinds: Collection[str]) -> int:
+    """Bytes of what a backward makes again and needs at the same time, of `rows`."""
+    most = 0.0
+    for kind in kinds:
+        parts = dict(freed(block, (kind,)))
+        nbytes = sum(rows.get(name, 0) * part for name, part in parts.items())
+        most = max(most, AT_ONCE.get(kind, 0) * nbytes)
+    return round(most)
 
 
 def freed(block: BlockShape, kinds: Collection[str]) -> Iterator[tuple[str, float]]:

@@ -23,7 +23,7 @@ from hocket.cost.measured_stage import (
     weight_prefix,
     weights,
 )
-from hocket.cost.recomputed import rows_after
+from hocket.cost.recomputed import made_at_once, rows_after
 from hocket.spec import recompute
 from hocket.spec.capabilities import OFFLOADED_BYTES
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
@@ -143,12 +143,13 @@ def blocks_of(
         # The executor holds what a stage is given.
         if at == 0:
             rows.pop("input", None)
+        made = 0
         if layer and modules_again > 0:
             modules_again -= 1
+            made = made_at_once(block, rows, asked)
             rows = rows_after(block, rows, asked)
         moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
         kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
-        made = 0
         if layer and again:
             again -= 1
             # Of its input alone; the first one's is that of the stage.

@@ -268,7 +268,7 @@ def _copied(
     The copies run next to compute, all ranks of a node at once: over a link of their own, to a
     memory that they share (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)."""
     machine = platform.machine
-    _, kept = saved_bytes(block, model, at, seq_len, platform.constants)
+    _, kept, _ = saved_bytes(block, model, at, seq_len, platform.constants)
     rate = np.minimum(machine.pcie, machine.host * HOST_RATE / _ranks_of_a_host(at, machine))
     found: Floats = kept * at.microbatch * seq_len / at.cp / rate
     return np.where(at.offloads_activations, found, 0.0)
