@@ -181,7 +181,7 @@ def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
         ["plan", "--cluster", "8xH100", "--global-batch", "8"],
         ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "8", "--top", "0"],
         ["plan", "llama-3-8b", "--global-batch", "8"],
-        ["links", "llama-3-8b", "--layout", "dp8"],
+        ["plan", "llama-3-8b", "--links", "--layout", "dp8"],
         [*_DRY, "--global-batch", "3", "--gradient-accumulation-steps", "2"],
         [*_DRY, "--epochs", "1", "--steps", "5"],
         [*_DRY, "--eval-data", "CONTRIBUTING.md", "--eval-fraction", "0.2"],
@@ -190,6 +190,31 @@ def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
         assert code == 2
         hint = err.partition("hint: ")[2].strip()
         assert run(capsys, *shlex.split(hint)[1:])[0] == 0, hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "pasted"),
+    [
+        ("plan tiny-llama --links --cluster 2xH100", "which layout?", "--layout dp4.tp2"),
+        (
+            "plan tiny-llama --links --cluster 2xH100 --layout tp2 --top 3",
+            "--top is not used with --links",
+            "--layout tp2",
+        ),
+        ("plan tiny-llama --links --serve --cluster H100", "--links is about training", "--serve"),
+        ("report --last 3", "--last is about --history", "hocket report --history --last"),
+        ("report runs/x --history", "runs/x is of a run's page", "hocket report --history"),
+        ("report --history --format png", "--format is of a run's page", "hocket report --history"),
+        ("report --history --last -1", "it is a number of runs", "--last 10"),
+    ],
+)
+def test_flags_of_another_form_are_rejected(
+    typed: str, message: str, pasted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *typed.split())
+    assert code == 2
+    assert message in err
+    assert pasted in err.partition("hint: ")[2]
 
 
 def test_quiet_prints_results_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def fewer(words: list[str]) -> list[str]:
 
 
 def quick(words: list[str]) -> bool:
-    return words[0] in ("schedule", "models", "plan", "validate", "links", "links")
+    return words[0] in ("schedule", "models", "plan", "validate")
 
 
 def test_the_pages_hold_commands() -> None:

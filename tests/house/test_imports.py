@@ -118,7 +118,17 @@ POSIX = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
     [
         ["plan", "llama-3-8b", "--cluster", "2x8xH100-SXM", "--global-batch", "64", "--top", "1"],
         ["plan", "llama-3-8b", "--serve", "--cluster", "H100"],
-        ["links", "llama-3-8b", "--cluster", "8xH100", "--layout", "tp8", "--global-batch", "8"],
+        [
+            "plan",
+            "--links",
+            "llama-3-8b",
+            "--cluster",
+            "8xH100",
+            "--layout",
+            "tp8",
+            "--global-batch",
+            "8",
+        ],
         ["models", "--gpus"],
         ["template", "docker"],
     ],

@@ -186,20 +186,20 @@ def test_errors_by_axis_and_machine() -> None:
 def test_the_command(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["ledger"]) == 0
+    assert main(["report", "--history"]) == 0
     assert "holds no runs yet" in capsys.readouterr().out
     ledger.append(make(tmp_path / "run", model="mo\x1bdel"))
-    assert main(["ledger", "--by", "model"]) == 0
+    assert main(["report", "--history", "--by", "model"]) == 0
     said = capsys.readouterr().out
     assert "10.0%" in said
     assert "\x1b" not in said
-    assert main(["ledger", "--json"]) == 0
+    assert main(["report", "--history", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["file"] == str(file)
     assert [row["group"] for row in found["errors"]] == ["dp", "pp", "tp", "all"]
     assert found["entries"][0]["measured"]["step_seconds"] == 0.2
-    assert main(["ledger", "--by", "moon"]) == 2
-    assert main(["ledger", "--last", "-1"]) == 2
+    assert main(["report", "--history", "--by", "moon"]) == 2
+    assert main(["report", "--history", "--last", "-1"]) == 2
     monkeypatch.setenv("HOCKET_LEDGER", str(tmp_path))
-    assert main(["ledger"]) == 2
+    assert main(["report", "--history"]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -214,7 +214,7 @@ def test_links_of_cores_carry_what_a_run_counts(
         assert 0 < one.on["nvlink4"] < one.on["net100g"]
         assert one.seconds > 0
     assert {"tp", "dp"} <= {one.axis for one in found.axes}
-    command = ["links", *ASKED, "--cluster", cluster, "--layout", "pp2:microbatches=4"]
+    command = ["plan", "--links", *ASKED, "--cluster", cluster, "--layout", "pp2:microbatches=4"]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "shared memory" in said

@@ -87,7 +87,7 @@ def test_the_command_shows_both(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger.append(folder(tmp_path / "served", model="/m/mo\x1bdel"), 0.7)
-    assert main(["ledger"]) == 0
+    assert main(["report", "--history"]) == 0
     said = capsys.readouterr().out
     assert "holds no training runs yet" in said
     assert "\x1b" not in said
@@ -96,11 +96,11 @@ def test_the_command_shows_both(
     assert "4.1K" in said
     assert "0.7 cores" in said
     ledger.append(make(tmp_path / "run"))
-    assert main(["ledger", "--last", "0"]) == 0
+    assert main(["report", "--history", "--last", "0"]) == 0
     said = capsys.readouterr().out
     assert said.index("runs on record: 1") < said.index("servers, medians")
     assert "the last" not in said
-    assert main(["ledger", "--json"]) == 0
+    assert main(["report", "--history", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["entries"]) == len(found["served"]) == 1
     assert found["served"][0]["measured"]["cache_tokens"] == 4096

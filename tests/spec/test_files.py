@@ -32,7 +32,7 @@ def test_the_command_line_says_which(
     file = tmp_path / "cluster.toml"
     (tmp_path / f".{file.name}.{os.getpid()}").symlink_to(FULL)
     monkeypatch.setattr("hocket.jobs.ledger.read_all_entries", lambda: write_text(file, "text"))
-    assert main(["ledger"]) == 2
+    assert main(["report", "--history"]) == 2
     assert capsys.readouterr().err == f"hocket: {file}: No space left on device\n"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import hocket
 from hocket.cli import spelling
-from hocket.cli.main import VERBS
+from hocket.cli.main import VERBS, main
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -42,15 +42,30 @@ def test_an_old_flag_is_read_as_the_new_one_and_warns(old: str) -> None:
         assert equal == [f"{spelling.spelled(new)}=1"]
 
 
+@pytest.mark.parametrize("old", renamed.VERBS)
+def test_an_old_verb_is_a_flag_of_another_one_and_warns(
+    old: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, flag = renamed.VERBS[old]
+    assert old not in VERBS
+    assert flag[2:] in FLAGS[verb]
+    rest = {"links": ["tiny-llama", "--cluster", "2xH100", "--layout", "tp2"], "ledger": []}[old]
+    assert main([old, *rest, "--json"]) == 0
+    shown, warned = capsys.readouterr()
+    assert f"warning: hocket {old} is now hocket {verb} {flag};" in warned
+    assert main([verb, flag, *rest, "--json"]) == 0
+    assert capsys.readouterr() == (shown, "")
+
+
 @pytest.mark.parametrize("old", OPTIONS)
 def test_an_old_keyword_is_read_as_the_new_one_and_warns(old: str) -> None:
     with pytest.warns(RenamedWarning, match=f"{old} is now {OPTIONS[old]};"):
-        assert renamed.present_options({old: 3}, EVERY) == {OPTIONS[old]: 3}
+        assert renamed.present_options({old: 3}, EVERY - {old}) == {OPTIONS[old]: 3}
     assert renamed.present_options({old: 3}, [old]) == {old: 3}, (
         "where the name is still in use it stays"
     )
     with pytest.raises(OptionError, match="are the same option"), pytest.warns(RenamedWarning):
-        renamed.present_options({old: 3, OPTIONS[old]: 3}, EVERY)
+        renamed.present_options({old: 3, OPTIONS[old]: 3}, EVERY - {old})
 
 
 def test_the_public_functions_take_old_keywords() -> None:

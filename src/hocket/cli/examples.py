@@ -29,10 +29,6 @@ EXAMPLES = {
         "tiny-llama --layout dp2.pp2.tp2 --microbatches 4 --seq-len 128",
         "tiny-llama --layout dp4:zero=3,recompute=full --dropout 0.1 --json",
     ),
-    "links": (
-        "llama-2-7b --cluster 2x8xA100-SXM-80 --layout dp4.pp2.tp2:microbatches=8 "
-        "--global-batch 64",
-    ),
     "schedule": ("--layout pp4 --schedule 1f1b --microbatches 8",),
     "models": ("--gpus", "check Qwen/Qwen3-0.6B"),
     "check": ("tiny-llama --layout dp2.pp2", "tiny-qwen3 --serve --layout tp2"),
@@ -43,8 +39,7 @@ EXAMPLES = {
     ),
     "validate": ("tests/planning/published_extract.csv",),
     "doctor": ("", "--gpu"),
-    "report": ("runs/first", "runs/first --format text"),
-    "ledger": ("", "--by machine"),
+    "report": ("runs/first --format text", "--history --by machine"),
     "probe": ("--quick --out cluster.toml --svg topology.svg",),
     "config": ("show train tiny-llama --data CHANGELOG.md --lr 1e-4",),
     "completion": ("bash",),

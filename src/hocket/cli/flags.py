@@ -136,7 +136,7 @@ def parse_flags(kind: type[Kind], verb: str, arguments: Sequence[str], default: 
 
 
 SECOND = {
-    "train": "--data", "generate": "--prompt", "plan": "--cluster", "links": "--cluster",
+    "train": "--data", "generate": "--prompt", "plan": "--cluster",
     "check": "--layout", "rehearse": "--layout", "export": "--to",
 }  # fmt: skip
 """The flag of what is most often written after the model."""

@@ -34,8 +34,8 @@ MOST_USED = {
     ),
     "generate": ("prompt", "chat", "max_new_tokens", "temperature", "layout"),
     "plan": (
-        "cluster", "seq_len", "global_batch", "layout", "top", "explain", "lora_rank", "emit",
-        "from", "html", "serve", "requests_per_second", "ttft_ms", "tpot_ms",
+        "cluster", "seq_len", "global_batch", "layout", "top", "explain", "links", "lora_rank",
+        "emit", "from", "html", "serve", "requests_per_second", "ttft_ms", "tpot_ms",
     ),
     "rehearse": (
         "layout", "microbatches", "seq_len", "gpu", "layers", "dtype", "serve", "matrix",
@@ -90,7 +90,7 @@ TOPICS = {
         "max_new_tokens", "temperature", "top_k", "top_p",
     )),
     "forecast": ("machine to predict for; what is ranked, and why; files of other tools", (
-        "cluster", "objective", "top", "all", "explain", "emit", "from", "stack", "html",
+        "cluster", "objective", "top", "all", "explain", "links", "emit", "from", "stack", "html",
     )),
     "service": ("load and latency goals of a service", (
         "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hocket.cli import installed
-from hocket.spec import downloads
+from hocket.spec import downloads, renamed
 from hocket.spec.errors import CUTOFF, HocketError, OptionError, nearest
 
 GROUPS = {
@@ -30,7 +30,6 @@ GROUPS = {
     "Plan": {
         "plan": "find the best layout of a model on a cluster, without a GPU",
         "rehearse": "execute a job on fake GPUs: whether it completes, and fits",
-        "links": "estimate the communication of each axis on the links it crosses, and on others",
         "schedule": "print a pipeline schedule: rank by time",
         "models": "list the models that come with hocket",
     },
@@ -43,7 +42,6 @@ GROUPS = {
     },
     "Inspect": {
         "report": "show a run as one page: predicted above measured, and where they differ",
-        "ledger": "show the prediction errors of all runs, by axis and machine",
         "probe": "find this machine's devices, measure them and the links between them",
         "config": "print every option of a command, resolved, as a --config file",
         "completion": "print a completion script for bash, zsh or fish",
@@ -121,6 +119,7 @@ def _code(arguments: list[str]) -> int:
     try:
         with downloads.download_listener(_download), warnings.catch_warnings():
             _show_renamed()
+            arguments = renamed.present_verb(arguments)
             code = _verb(arguments)
         sys.stdout.flush()
         return code

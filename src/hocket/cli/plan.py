@@ -1,6 +1,7 @@
 """`hocket plan`: the best layout of a model on a cluster, before anything is rented.
 
-With `--serve`: how many GPUs of which kind answer so many requests so quickly.
+With `--serve`: how many GPUs of which kind answer so many requests so quickly. With `--links`: the
+communication of each axis of a layout, on its links and on others.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class PlanFlags:
         pin: values that axes must have: tp=8 recompute=full microbatch=2.
         all: also rank layouts that this version of hocket cannot run.
         explain: explain why the first layout wins, and what would change the result.
+        links: estimate the communication of --layout: bytes of each axis, its link, seconds there
+            and on NVLink 2 to 5, PCIe and networks.
         emit: print the first layout as flags or configuration of megatron, megatron-bridge,
             torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm,
             sglang or hocket. Only layouts that the tool can run are ranked.
@@ -108,6 +111,7 @@ class PlanFlags:
     pin: Pins = ()
     all: bool = False
     explain: bool = False
+    links: bool = False
     emit: Text = None
     source: From = None
     dtype: Text = None
@@ -154,6 +158,7 @@ TRAINING = (
     "global_batch",
     "objective",
     "all",
+    "links",
     "grad_dtype",
     "stack",
     "lora_rank",
@@ -187,6 +192,8 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --cluster 8x8xH100-SXM")
     if flags.cluster is None:
         raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
+    if flags.links:
+        return _links(flags, written)
     if flags.emit is not None and flags.lora_rank is not None:
         raise OptionError(
             f"--emit writes no flags of adapters for {flags.emit}",
@@ -262,6 +269,36 @@ def _one_output(flags: PlanFlags) -> None:
             )
     elif reader and flags.json:
         raise OptionError(f"{reader} prints text only", hint="leave --json out")
+
+
+LINKS = {"model", "cluster", "layout", "seq_len", "global_batch", "dtype", "json", "links"}
+"""Flags that mean something with --links."""
+
+
+def _links(flags: PlanFlags, written: frozenset[str]) -> int:
+    for name in sorted(written - LINKS):
+        raise OptionError(
+            f"{_flag(name)} is not used with --links, which estimates communication alone",
+            hint=f"leave {_flag(name)} out",
+        )
+    if flags.layout is None:
+        raise OptionError("the communication of which layout?", hint="--layout dp4.tp2")
+    assert flags.cluster is not None
+    import json
+
+    from hocket.jobs import link_prices as job
+    from hocket.jobs.planner_problem import planned_seq_len
+
+    found = job.links(
+        flags.model,
+        cluster=flags.cluster,
+        layout=flags.layout,
+        seq_len=flags.seq_len if "seq_len" in written else planned_seq_len(flags.model),
+        global_batch=flags.global_batch,
+        precision=flags.dtype,
+    )
+    print(json.dumps(found.to_json()) if flags.json else job.link_prices_text(found))
+    return 0
 
 
 FROM = {

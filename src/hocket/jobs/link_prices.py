@@ -1,4 +1,4 @@
-"""The job behind `hocket links`: a layout's axes on a cluster's links, and on every other kind."""
+"""The job behind `hocket plan --links`: a layout's axes on a cluster's links, and on others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkPrices:
-    """What `hocket links` found.
+    """What `hocket plan --links` found.
 
     Attributes:
         model, cluster, layout: as asked; the layout with its microbatches.

@@ -313,7 +313,8 @@ def _trust(spec: RunSpec) -> tuple[str, ...]:
     if not off:
         return ()
     runs = "1 run" if len(off) == 1 else f"the median of {len(off)} runs"
-    return (f"predicted steps were {statistics.median(off):.0%} off here, {runs}: hocket ledger",)
+    shown = "hocket report --history"
+    return (f"predicted steps were {statistics.median(off):.0%} off here, {runs}: {shown}",)
 
 
 # --- what is printed -------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def links_compared(guide: Guide) -> Stop:
     rows += [(f"pp2 {SLOW}", ratios[1], f"{ratios[1]:.1f}")]
     return Stop(
         key="links",
-        command="hocket links llama-2-7b --cluster 1x8xA100-SXM-80 --layout tp8",
+        command="hocket plan llama-2-7b --links --cluster 1x8xA100-SXM-80 --layout tp8",
         verdict=_verdict(1 < ratios[0] < predicted, "units"),
         values={
             "nvlink": f"{nvlink.rate / 1e9:g} GB/s",

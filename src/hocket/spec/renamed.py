@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hocket.spec.errors import OptionError
@@ -56,6 +56,10 @@ PARALLEL = {"arrive": "unshard", "release": "reshard", "publish": "begin_unshard
 """Methods of a parallelized model, by FSDP2's words."""
 
 
+VERBS = {"links": ("plan", "--links"), "ledger": ("report", "--history")}
+"""Verbs of the command line that are a flag of another one now."""
+
+
 class RenamedWarning(FutureWarning):
     """A name of the previous release was used."""
 
@@ -67,6 +71,15 @@ def warn(old: str, new: str, *, stacklevel: int = 3) -> None:
         RenamedWarning,
         stacklevel=stacklevel,
     )
+
+
+def present_verb(arguments: Sequence[str]) -> list[str]:
+    """The words of a command with the present name of its verb, with a warning for an old one."""
+    if not arguments or arguments[0] not in VERBS:
+        return list(arguments)
+    new = VERBS[arguments[0]]
+    warn(f"hocket {arguments[0]}", " ".join(("hocket", *new)))
+    return [*new, *arguments[1:]]
 
 
 def present_options(
