@@ -33,11 +33,12 @@ class Success:
 
     Attributes:
         words: without `hocket VERB`; RUN is a run folder, TEXT a file, NEW a folder to be made.
-        ranks: starts processes, or reads a run.
+        ranks: starts processes, or reads a run. json: takes --json as well.
     """
 
     words: str
     ranks: bool = False
+    json: bool = True
 
 
 SMALL = "--seq-len 16 --global-batch 4"
@@ -59,7 +60,7 @@ SUCCESS = {
     "compare": Success("tiny-llama --strategies data --seq-len 16", ranks=True),
     "validate": Success(str(ROOT / "tests/planning/published_extract.csv")),
     "doctor": Success("--only env-limits"),
-    "report": Success("RUN --format text", ranks=True),
+    "report": Success("RUN --format text", ranks=True, json=False),  # --json is of --history
     "probe": Success("--quick --device cpu", ranks=True),
     "config": Success("show train tiny-llama"),
     "completion": Success("bash"),
@@ -138,7 +139,7 @@ def rejected(capsys: Captured, verb: str, *words: str, code: int = 2) -> str:
 
 
 def succeeds(capfd: pytest.CaptureFixture[str], verb: str, words: list[str]) -> None:
-    as_json = verb in JSON
+    as_json = verb in JSON and SUCCESS[verb].json
     capfd.readouterr()
     code = main([verb, *words, "--quiet", *(["--json"] if as_json else [])])
     out, err = capfd.readouterr()

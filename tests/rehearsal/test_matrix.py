@@ -207,10 +207,10 @@ def test_an_error_of_ours_keeps_its_hint(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.ranks
 def test_what_cannot_be_is_rejected_and_the_rest_goes_on() -> None:
-    cases = [_case("dp1:recompute=modules"), _case("tp2")]
+    cases = [_case("dp1:recompute=norm+mlp"), _case("tp2")]
     found = rehearse_matrix(cases, workers=1)
     assert [cell.outcome for cell in found.cells] == [REJECTED, OK]
-    assert "recompute is modules" in found.cells[0].reason
+    assert "unknown recompute 'mlp'" in found.cells[0].reason
 
 
 @pytest.mark.ranks

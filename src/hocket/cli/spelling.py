@@ -21,6 +21,9 @@ from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant, nea
 COMMON = frozenset({"help", "config", "set"})
 """Flags of every verb that take part in its options; `main` takes --quiet out before."""
 
+BARE = {"recompute": "full"}
+"""What a flag that other tools have without a value means there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
@@ -126,7 +129,7 @@ def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, F
             after = arguments[index + 1] if index + 1 < len(arguments) else "--"
             if after.startswith("--"):
                 kinds = f"; it is one of {', '.join(flag.choices)}" if flag.choices else ""
-                value = flag.choices[-1] if flag.choices else flag.metavar
+                value = flag.choices[-1] if flag.choices else BARE.get(flag.name, flag.metavar)
                 raise OptionError(f"{written} has no value{kinds}", hint=f"{written} {value}")
             value = after
         if flag.number is not None and not flag.many:

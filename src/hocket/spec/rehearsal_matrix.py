@@ -59,6 +59,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """Option to the fields of a request that it sets; bf16 wherever it names no other dtype. Parameters
 are offloaded under ZeRO-3 alone."""
 
+ONE_EACH = "recompute=norm+activation"
+"""The option that each schedule of a pipeline is under once, next to those that go round."""
+
 FLAT = (
     "dp2", "dp2:zero=1", "dp2:microbatches=2,zero=2", "dp2:microbatches=2,zero=3", "tp2",
     "tp2:sequence_parallel=true",
@@ -151,16 +154,18 @@ def matrix_jobs() -> Iterator[MatrixJob]:
     schedule, and its option is the next one from cell to cell, so that the first model is under
     every schedule with every option, and of the others each under most.
     """
-    options = [name for name in OPTIONS if name != "offload=params"]
+    options = [name for name in OPTIONS if name not in ("offload=params", ONE_EACH)]
     for index, model in enumerate(MODELS):
         for layout in flat_layouts(model):
             for option in OPTIONS:
-                if option in options or "zero=3" in layout:
+                if option != "offload=params" or "zero=3" in layout:
                     yield MatrixJob(model=model, layout=layout, schedule="", option=option)
         for row, layout in enumerate(pipelined_layouts(model)):
             for column, schedule in enumerate(SCHEDULES):
                 option = options[(row + column + index) % len(options)]
                 yield MatrixJob(model=model, layout=layout, schedule=schedule, option=option)
+        for layout, schedule in zip(PIPELINED, SCHEDULES, strict=False):
+            yield MatrixJob(model=model, layout=layout, schedule=schedule, option=ONE_EACH)
 
 
 CASES = tuple(matrix_jobs())
