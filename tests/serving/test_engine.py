@@ -250,7 +250,8 @@ def test_a_killed_rank_ends_the_replica_and_leaves_nothing(
 
 
 def children(ranks: RankPool) -> list[int]:
-    """Processes that the fork server has started, oldest first."""
+    """Ranks that the fork server has started, oldest first; its spare is older than any."""
     server = ranks.launcher._server.pid
     text = Path(f"/proc/{server}/task/{server}/children").read_text()
-    return [int(word) for word in text.split()]
+    spares = 0 if ranks.launcher._spare is None else 1
+    return [int(word) for word in text.split()][spares:]
