@@ -35,6 +35,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hocket.launch.spare import is_spare
+
 KINDS = ("kill", "storm", "slow", "reload", "hangup")
 PROMPTS = ["One melody", "note by note", "to several voices", "x" * 40, "sounding", "rest, and"]
 TOKENS = 20
@@ -209,7 +211,7 @@ class Server:
         return sum(f'hocket_running{{replica="{n}"}}' in text for n in range(2))
 
     def ranks(self) -> list[int]:
-        """Process ids of ranks: what the fork servers of the replicas have forked."""
+        """Process ids of ranks: what the fork servers of the replicas have forked, but spares."""
         parents: dict[int, int] = {}
         servers = set()
         for entry in Path("/proc").glob("[0-9]*"):
@@ -222,7 +224,7 @@ class Server:
             except (OSError, ValueError):
                 continue
         mine = {pid for pid in servers if parents.get(pid) == self.process.pid}
-        return sorted(pid for pid in servers if parents.get(pid) in mine)
+        return sorted(pid for pid in servers if parents.get(pid) in mine and not is_spare(pid))
 
     def reload(self, model: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)

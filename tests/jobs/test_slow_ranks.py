@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
+from hocket.launch.spare import is_spare
 from tests import rotation
 from tests.ranks import RankPool
 from tests.support.runs import job, text_in
@@ -53,11 +54,12 @@ def compute(tmp_path: Path, ranks: RankPool, capfd: pytest.CaptureFixture[str]) 
 
     def bursts() -> None:
         while not over.wait(0.012):
-            children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+            listed = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+            children = [int(word) for word in listed if not is_spare(int(word))]
             if len(children) == 2:
                 for number, pause in ((signal.SIGSTOP, 0.05), (signal.SIGCONT, 0.0)):
                     try:
-                        os.kill(int(children[1]), number)
+                        os.kill(children[1], number)
                     except ProcessLookupError:
                         break
                     time.sleep(pause)

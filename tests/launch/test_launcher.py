@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.launch import Launcher, failure
-from hocket.launch.spare import SpareServer
+from hocket.launch.spare import SpareServer, is_spare
 from hocket.launch.watch import LEAVE, Watch
 from hocket.spec.errors import LayoutError, OptionError, RankFailure
 from tests.ranks import ROOT, RankPool
@@ -318,12 +318,14 @@ def test_a_killed_server_is_replaced_by_its_spare(ranks: RankPool) -> None:
         events: list[dict[str, Any]] = []
         launcher.run(CASES + "tell_place", 2, {}, events.append)
         assert sorted(event["rank"] for event in events) == [0, 1]
+        assert not is_spare(launcher._server.pid), "it is the server now"
     assert launcher._server.pid not in servers
     with Launcher(warm=False) as another:
         another._cold = False  # as a warm one makes a spare
         another.run(CASES + "tell_place", 1)
         spare = children(another._server.pid)
         assert len(spare) == 1
+        assert is_spare(spare[0])
     assert not alive(spare[0])
 
 

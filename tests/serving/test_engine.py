@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hocket.jobs.serving.llm import LLM, Completion
+from hocket.launch.spare import is_spare
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.timeline import Timeline
@@ -250,8 +251,7 @@ def test_a_killed_rank_ends_the_replica_and_leaves_nothing(
 
 
 def children(ranks: RankPool) -> list[int]:
-    """Ranks that the fork server has started, oldest first; its spare is older than any."""
+    """Ranks that the fork server has started, oldest first."""
     server = ranks.launcher._server.pid
     text = Path(f"/proc/{server}/task/{server}/children").read_text()
-    spares = 0 if ranks.launcher._spare is None else 1
-    return [int(word) for word in text.split()][spares:]
+    return [int(word) for word in text.split() if not is_spare(int(word))]

@@ -422,7 +422,7 @@ def unstarted_is_no_run(
     """Within, a job that ends before its first step leaves no run behind, so that it can be
     mended and started again under the same name.
 
-    `fresh`: hocket named the folder itself, and nobody would look for it.
+    `fresh`: hocket named the folder itself, and no one would look for it.
     """
     try:
         yield

@@ -30,10 +30,12 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hocket.launch import lines
 from hocket.launch.rank import die_with, run_rank
+from hocket.launch.spare import NAME
 
 # The slow imports of every rank, in this order so that the costs can be separated.
 SLOW = ("torch", "torch.distributed", "torch._dynamo", "transformers")
@@ -54,6 +56,7 @@ LATE = (
 
 
 _LIBC = ctypes.CDLL(None)
+_PR_SET_NAME = 15
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -77,6 +80,7 @@ class ForkServer:
         self.start: int | None = None
         self.listener: int | None = None
         self.beats: int | None = None
+        self.name: bytes | None = None  # of a spare, from when it is the server
         self.selector = selectors.PollSelector()
         self.selector.register(control, selectors.EVENT_READ)
 
@@ -93,6 +97,9 @@ class ForkServer:
                     self.bury(key.data)
 
     def obey(self, message: lines.Message, fds: list[int]) -> None:
+        if self.name is not None:
+            _LIBC.prctl(_PR_SET_NAME, self.name)
+            self.name = None
         match message["do"]:
             case "import":
                 take_in(message["modules"])
@@ -186,6 +193,8 @@ class ForkServer:
             for _, pidfd in self.ranks.values():
                 os.close(pidfd)
             spare = ForkServer(socket.socket(fileno=control))
+            spare.name = Path("/proc/self/comm").read_bytes().strip()
+            _LIBC.prctl(_PR_SET_NAME, NAME.encode())
             spare.control.set_inheritable(False)
             spare.say({"did": "spare", "pid": os.getpid()})
             spare.loop()

@@ -20,9 +20,19 @@ from pathlib import Path
 
 from hocket.launch import lines
 
+NAME = "hocket-spare"
+"""Of its process, by which ps and top tell it from a rank, until it is the server."""
+
 UNKNOWN = 1 << 16
 """Stands for the exit code of a process whose parent is another one."""
 _ANSWER = 5.0
+
+
+def is_spare(pid: int) -> bool:
+    """Whether a process is a spare that waits."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == NAME
+    return False
 
 
 class SpareServer:
