@@ -119,7 +119,7 @@ def test_a_meta_module_is_left_whole() -> None:
     [
         ("tp2", LayoutError, "the world has 1"),
         ("pp2", LayoutError, "need a schedule"),
-        ("dp1:recompute=modules", LayoutError, "does not do recompute"),
+        ("dp1:recompute=norm+mlp", LayoutError, "unknown recompute 'mlp'"),
         ("tp3", LayoutError, "8 attention heads do not divide over tp 3"),
     ],
 )

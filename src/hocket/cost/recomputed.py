@@ -93,7 +93,7 @@ def freed_fused(block: BlockShape, kind: str) -> Iterator[Saved]:
         (f"{p.name} input", 2.0 * p.k * p.count)
         for p in block.products
         if ":" in p.input and p.input.rpartition(":")[2] not in ("attention", "index")
-        if not latent(p) and (p.input.partition(":")[0] in norms) == (kind == "norm")
+        if not latent(p) and _of_norm(p, norms) == (kind == "norm")
     }
     projected = {p.name.rpartition(".")[0] for p in block.products if latent(p)}
     up = {f"{module} {what}" for module in projected for what in ("query", "key", "value")}
@@ -106,6 +106,12 @@ def norm_modules(block: BlockShape) -> frozenset[str]:
     """Names of a block's norms."""
     found = (_parts(row)[:2] for row in block.saved if row.view in ("eager", "both"))
     return frozenset(module for module, operation in found if operation in NORMS)
+
+
+def _of_norm(product: MatrixProduct, norms: frozenset[str]) -> bool:
+    """Whether a product reads a norm's output. Blocks made from dimensions name no module there."""
+    module, _, operation = product.input.partition(":")
+    return module in norms or "norm" in (module, operation)
 
 
 def feed_forward(block: BlockShape) -> tuple[str, ...]:
