@@ -181,10 +181,14 @@ class ForkServer:
 
     def split(self, control: int) -> None:
         """Fork a spare (`launch.spare`), which is the server of another control socket."""
+        name = Path("/proc/self/comm").read_bytes().strip()
+        # It is born with its name: until it had given it to itself it would pass for a rank.
+        _LIBC.prctl(_PR_SET_NAME, NAME.encode())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
+            _LIBC.prctl(_PR_SET_NAME, name)
             os.close(control)
             return
         try:
@@ -193,8 +197,7 @@ class ForkServer:
             for _, pidfd in self.ranks.values():
                 os.close(pidfd)
             spare = ForkServer(socket.socket(fileno=control))
-            spare.name = Path("/proc/self/comm").read_bytes().strip()
-            _LIBC.prctl(_PR_SET_NAME, NAME.encode())
+            spare.name = name
             spare.control.set_inheritable(False)
             spare.say({"did": "spare", "pid": os.getpid()})
             spare.loop()
