@@ -12,6 +12,8 @@ from hocket.cost.state import local_parameters  # noqa: E402
 from hocket.cost.terms import terms  # noqa: E402
 from hocket.models import skeleton  # noqa: E402
 from hocket.models.plans import plan_for  # noqa: E402
+from hocket.models.proxy import proxy_of  # noqa: E402
+from hocket.models.samples import sample_config  # noqa: E402
 from hocket.models.trace import record, trace  # noqa: E402
 from hocket.planning.layouts import tensor_degrees  # noqa: E402
 from hocket.spec.errors import LayoutError, ModelError  # noqa: E402
@@ -226,6 +228,16 @@ def test_families_that_are_built_otherwise_at_real_size(name):
         # Six operations for each parameter that a token meets, at the least.
         met = sum(p.n * p.k * p.count for p in block.products)
         assert 0 < met <= block.num_parameters
+
+
+@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
+def test_parameters_that_several_layers_share_are_counted_once(kind):
+    """Their attention is one module: layers behind the first one hold the rest alone."""
+    config = proxy_of(skeleton.config_of(sample_config(kind))).config
+    shape = trace(config)
+    real = skeleton.build_skeleton(config.to_dict())
+    assert shape.layers == ("linear_attention", "linear_attention", "hybrid", "hybrid-3")
+    assert shape.num_parameters == sum(p.numel() for p in real.parameters())
 
 
 FUSED = {

@@ -54,6 +54,8 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
         ("doge", "tp2", 64),  # the head's norm is written out: its backward is the peak
         ("hy_v4", "tp2", 64),  # that norm is as wide as four streams
         ("kimi_linear", "tp2", 64),  # a recurrence adds to gradients of whole sequences
+        ("zamba2", "dp2", 64),  # the attention of one layer is that of later ones
+        ("minimax", "tp2", 64),  # autograd holds buffers, as many elements as 4,096 tokens
         ("minimax", "tp2", 1024),  # tables of decays, [heads, 256, 256], which no rank splits
         ("bailing_hybrid", "cp2", 512),  # scans in blocks of 64 tokens, two a rank at least
         ("bailing_hybrid", "cp2", 64),  # a rank's chunks, of 16 tokens, are padded to such blocks

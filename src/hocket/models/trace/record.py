@@ -12,7 +12,7 @@ would choose for them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,18 +137,26 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         parameters: every parameter of the model by name.
         traced: what is run.
+        buffers: of its modules, which are there whether autograd holds them or not.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], traced: TracedSize = PRIMES) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        traced: TracedSize = PRIMES,
+        *,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = {_key(p): name for name, p in parameters.items()}
+        self.resident = {*self.parameters, *map(_key, buffers)}
         self.values: dict[int, Value] = {}
         self.traced = traced
         self.part = TracedPart(traced)
         self.path: list[str] = [""]
         self.in_backward = False
         self.paused = False
-        self._kept: list[torch.Tensor] = list(parameters.values())
+        self._kept: list[torch.Tensor] = [*parameters.values(), *buffers]
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The reference of a tensor, whose storage is then kept from being reused."""
@@ -169,7 +177,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = _key(tensor)
         if not self.in_backward:
             self.part.last_save = len(self.part.forward)
-        if key not in self.parameters and not self.in_backward:
+        if key not in self.resident and not self.in_backward:
             self.ref(tensor)
             self.part.saved[key] = tensor.untyped_storage().nbytes()
         return tensor

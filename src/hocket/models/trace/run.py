@@ -101,7 +101,7 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
     kinds = _kinds(layers)
     picked = sorted(set(kinds))
     parameters = dict(model.named_parameters())
-    recorder = OpRecorder(parameters, traced)
+    recorder = OpRecorder(parameters, traced, buffers=list(model.buffers()))
     parts = {"embedding": recorder.part, "head": TracedPart(traced)}
     parts |= {str(index): TracedPart(traced) for index in picked}
     following = _Layers(recorder, parts, layers, kinds)
@@ -304,12 +304,18 @@ def _size(module: nn.Module) -> int:
 
 
 def _kinds(layers: nn.ModuleList) -> tuple[int, ...]:
-    """For each layer the first that has the same modules, sizes and switches."""
+    """For each layer the first that has the same modules, sizes and switches, and the same
+    parameters shared with layers before it (Zamba's attention), which those hold."""
     first: dict[Any, int] = {}
-    return tuple(first.setdefault(_signature(layer), i) for i, layer in enumerate(layers))
+    known: set[int] = set()
+    found = []
+    for index, layer in enumerate(layers):
+        found.append(first.setdefault(_signature(layer, known), index))
+        known |= {id(parameter) for parameter in layer.parameters()}
+    return tuple(found)
 
 
-def _signature(layer: nn.Module) -> Any:
+def _signature(layer: nn.Module, known: set[int]) -> Any:
     found: list[Any] = []
     for name, module in layer.named_modules():
         plain = tuple(
@@ -319,7 +325,9 @@ def _signature(layer: nn.Module) -> Any:
             and not key.startswith("_")
             and not any(part in key for part in _OWN)
         )
-        sizes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+        sizes = tuple(
+            (n, tuple(p.shape), id(p) in known) for n, p in module.named_parameters(recurse=False)
+        )
         found.append((name, type(module), plain, sizes))
     return tuple(found)
 
