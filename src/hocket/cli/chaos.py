@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Model, parse_flags
+from hocket.cli.terminal import show_text
 
 Kinds = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND...")]
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps(found.to_json()))
         return 0 if found.ok else 1
-    print("\n" + "\n".join(fault_table(found.faults)))
+    show_text("\n" + "\n".join(fault_table(found.faults)))
     ends = f"{sum(found.jobs_equal)} of {len(found.jobs_equal)} jobs end as the undisturbed run"
     print(f"\n{found.survived} of {len(found.faults)} faults survived; {ends}, bit for bit")
     return 0 if found.ok else 1

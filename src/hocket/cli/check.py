@@ -12,6 +12,7 @@ import tyro
 from hocket.cli.events import print_result, progress_of_phases
 from hocket.cli.flags import LayoutFlags, Model, explicit, flag_values, parse_flags
 from hocket.cli.next import option_words, show
+from hocket.cli.terminal import show_text
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import TERMS
 
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         print_result(json.loads(report.to_json()))
     else:
-        print("\n".join(_report_lines(report)))
+        show_text("\n".join(_report_lines(report)))
         if report.ok:
             words = ["train", flags.model, "--data", "DATA", "--layout", report.layout]
             names = ("lora_rank", "lora_alpha", "lora_targets", "quantize_base", "optimizer")
@@ -191,7 +192,7 @@ def _serve(flags: Check, said: dict[str, object]) -> int:
     if flags.json:
         print_result(json.loads(report.to_json()))
     else:
-        print("\n".join(served_lines(report)))
+        show_text("\n".join(served_lines(report)))
     return 0 if report.ok else 1
 
 

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     flags = parse_flags(Compare, "compare", arguments, Compare())
     import json
 
-    from hocket.cli.terminal import terminal
+    from hocket.cli.terminal import show_text, terminal
     from hocket.jobs.compare import compare_request, compare_strategies, compare_sweep
     from hocket.jobs.request import request
 
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             from hocket.jobs.compare import sweep_report
 
-            print("\n" + sweep_report(job, flags.sweep, points, width))
+            show_text("\n" + sweep_report(job, flags.sweep, points, width))
         return 0
     found = compare_strategies(job, wanted, on_strategy=tell)
     if flags.json:
@@ -123,5 +123,5 @@ def main(arguments: Sequence[str]) -> int:
     else:
         from hocket.jobs.compare import comparison_tables
 
-        print("\n" + comparison_tables(found))
+        show_text("\n" + comparison_tables(found))
     return 0 if found.equal else 1

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Count, LayoutFlags, Run, explicit, flag_values, parse_flags
+from hocket.cli.terminal import show_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
         def show(text: str) -> None:
             stack.close()  # the bar is done: what follows is printed below it
-            print(f"\n{text}", flush=True)
+            show_text(f"\n{text}")
 
         outcome = demo(wanted, full=full, on_event=on_event, show=show, width=width, color=color)
     print("\n" + "\n".join(next_steps(outcome.summary)))

@@ -10,6 +10,7 @@ import tyro
 
 from hocket.cli.flags import parse_flags
 from hocket.cli.next import show
+from hocket.cli.terminal import show_text
 from hocket.spec.errors import OptionError
 
 Words = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[check MODEL]")]
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         for row in found:
             print(json.dumps(row))
         return 0
-    print(models.gpu_table(found) if flags.gpus else models.models_table(found))
+    show_text(models.gpu_table(found) if flags.gpus else models.models_table(found))
     name = "H200-SXM-141" if flags.gpus else "H100"
     show(["plan", "llama-3-8b", "--cluster", f"8x{name}", "--global-batch", "64"])
     return 0

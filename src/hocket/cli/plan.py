@@ -16,6 +16,7 @@ import tyro
 from hocket.cli.flags import Count, File, Model, Text, explicit, parse_flags
 from hocket.cli.next import show
 from hocket.cli.progress import note
+from hocket.cli.terminal import show_text
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
 
         print(write_plan_page(found, flags.html))
     else:
-        print(job.plan_table(found))
+        show_text(job.plan_table(found))
         from hocket.jobs.planner_problem import storage_note
 
         if stored := storage_note(flags.model):
@@ -297,7 +298,7 @@ def _links(flags: PlanFlags, written: frozenset[str]) -> int:
         global_batch=flags.global_batch,
         precision=flags.dtype,
     )
-    print(json.dumps(found.to_json()) if flags.json else job.link_prices_text(found))
+    show_text(json.dumps(found.to_json()) if flags.json else job.link_prices_text(found))
     return 0
 
 
@@ -389,7 +390,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     elif flags.emit is not None:
         print(run_as.emitted_deployment(found[0], flags.emit), end="")
     else:
-        print(serve_table.plans_text(found))
+        show_text(serve_table.plans_text(found))
         if flags.weights is None and (stored := stored_of(flags.model, serve=True)):
             print(stored)
         if (words := run_as.serve_command(found)) is not None:

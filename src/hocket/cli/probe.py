@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hocket.cli.events import print_result, progress_of_phases
 from hocket.cli.flags import File, parse_flags
 from hocket.cli.next import show
+from hocket.cli.terminal import show_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         print_result(json.loads(found.measured.to_json()))
         return 0
-    print(machine.machine_text(found.measured))
+    show_text(machine.machine_text(found.measured))
     if flags.out is not None:
         print(f"\nwrote {flags.out}")
         show(["plan", "tiny-llama", "--cluster", flags.out, "--global-batch", "32"])

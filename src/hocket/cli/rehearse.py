@@ -12,6 +12,7 @@ import tyro
 
 from hocket.cli.flags import Count, LayoutFlags, Model, Text, explicit, flag_values, parse_flags
 from hocket.cli.next import option_words, show
+from hocket.cli.terminal import show_text
 from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
             note(line)
 
     found = job.rehearse_job(prepared, ranks=flags.rank, on_phase=say)
-    print(found.report.to_json() if flags.json else rehearsal_report(found), flush=True)
+    show_text(found.report.to_json() if flags.json else rehearsal_report(found))
     require_fit(found)
     if not flags.json:
         words = ["train", flags.model, "--data", "DATA", "--layout", str(request(given).layout)]
@@ -209,6 +210,6 @@ def print_serving(spec: RunSpec, *, gpu: str, as_json: bool, as_event: bool = Fa
 
         print_result(json.loads(found.to_json()))
     else:
-        print(found.to_json() if as_json else found.text(), flush=True)
+        show_text(found.to_json() if as_json else found.text())
     require_replica(found, spec)
     return 0

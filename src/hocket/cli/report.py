@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Count, File, Text, explicit, parse_flags
-from hocket.cli.terminal import draws, printable, terminal
+from hocket.cli.terminal import draws, printable, show_text, terminal
 from hocket.spec.errors import OptionError
 
 Runs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")]
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
             print(report.save_text(report.report_words(found, width=width), flags.out))
             return 0
         words = report.report_words(found, width=width, color=color, unicode=draws())
-        print(printable(words), end="")
+        show_text(printable(words), end="")
     else:
         print(report.write_report(found, flags.format, flags.out))
     return 0
@@ -101,5 +101,5 @@ def _history(flags: ReportFlags) -> int:
         }
         print(json.dumps(found))
     else:
-        print(ledger.ledger_text(entries, torn, by, last, served), end="")
+        show_text(ledger.ledger_text(entries, torn, by, last, served), end="")
     return 0

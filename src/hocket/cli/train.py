@@ -24,6 +24,7 @@ from hocket.cli.flags import (
     parse_flags,
     with_defaults,
 )
+from hocket.cli.terminal import show_text
 from hocket.spec.run import TrainOptions, Workload
 
 STOPPED = 75  # EX_TEMPFAIL
@@ -176,7 +177,7 @@ def _dry_run(flags: Train, said: dict[str, Any]) -> int:
 
         print_result(found.to_json())
     else:
-        print(dry_run_text(found))
+        show_text(dry_run_text(found))
     return 0
 
 

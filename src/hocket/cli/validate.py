@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import File, parse_flags
+from hocket.cli.terminal import show_text
 
 Table = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TABLE.csv")]
 
@@ -49,5 +50,5 @@ def main(arguments: Sequence[str]) -> int:
 
         print(json.dumps(found))
     else:
-        print(printed, end="")
+        show_text(printed, end="")
     return 0

@@ -17,15 +17,15 @@ rows: runs that were predicted; out: runs left out, for the reasons above
 mean, median: of the absolute error of step time, in % of the measured time
 memory: median of the absolute error of peak memory, in % of the measured bytes
 unfit: runs that were measured, and are predicted not to fit the memory
-tau: Kendall's rank correlation of predicted and measured step times, among runs that differ
-  only in layout: 1 where both have the same order, 0 without relation, -1 in reverse
+tau: Kendall's rank correlation of predicted and measured step times, among runs that differ \
+only in layout: 1 where both have the same order, 0 without relation, -1 in reverse
 regret: how much slower than the fastest measured layout the one predicted as fastest is, in %
 -: cannot be computed: not reported, or a single run"""
 """The meaning of the columns of training runs."""
 
 SERVING_LEGEND = """\
 rows: measurements that were predicted; out: left out, for the reasons above
-mean, median: of the absolute error, in % of the measured value
+TPOT, TTFT, tokens/s: mean and median of the absolute error, in % of the measured value
 unfit: measured, and predicted not to fit the memory"""
 """The meaning of the columns of serving runs."""
 
@@ -60,42 +60,40 @@ def serving_accuracy(table: str | Path, *, rows: str | Path | None = None) -> Se
 
 def serving_text(report: ServingReport) -> str:
     """The figures by group and by GPU, the overall ones, and why rows were left out."""
-    width = max([*(len(name) for name in report.groups), 40])
-    lines = [
-        f"{'':{width}}  rows   out unfit   time per token   to first token   tokens/s",
-        f"{'':{width}}                      mean  median     mean  median     mean  median",
+    from hocket.reporting import table_text
+
+    rows = [
+        *((name, *_serving_cells(scores)) for name, scores in report.groups.items()),
+        *((f"GPU {name}", *_serving_cells(scores)) for name, scores in report.families.items()),
+        ("overall (A100, H100, H200)", *_serving_cells(report.overall)),
+        ("averaged over the groups", *_serving_cells(report.averaged)),
+        ("dense models alone", *_serving_cells(report.dense)),
     ]
-    lines += [_serving_line(name, scores, width) for name, scores in report.groups.items()]
-    lines += ["", "by GPU:"]
-    lines += [_serving_line(name, scores, width) for name, scores in report.families.items()]
-    of = "A100, H100, H200"
-    lines += ["", _serving_line(f"overall ({of})", report.overall, width)]
-    lines += [_serving_line("  averaged over the groups above", report.averaged, width)]
-    lines += [_serving_line("  dense models alone", report.dense, width)]
+    lines = [table_text(("", "rows", "out", "unfit", "TPOT", "TTFT", "tokens/s"), rows)]
     lines += _listed("assumed", (one.row.assumed for one in report.predicted_rows))
     lines += _reasons(report.left_out)
     lines += ["", SERVING_LEGEND]
     return "\n".join(lines) + "\n"
 
 
-def _serving_line(name: str, scores: ServingScores, width: int) -> str:
+def _serving_cells(scores: ServingScores) -> tuple[object, ...]:
     figures = (
         (scores.tpot_mape, scores.tpot_median_ape),
         (scores.ttft_mape, scores.ttft_median_ape),
         (scores.throughput_mape, scores.throughput_median_ape),
     )
-    columns = "  ".join(f"{_number(m, '.1f'):>7} {_number(d, '.1f'):>7}" for m, d in figures)
-    counts = f"{scores.rows_used:5d} {scores.rows_left_out:5d} {scores.unfit:5d}"
-    return f"{name:{width}} {counts}  {columns}".rstrip()
+    errors = (f"{_number(mean, '.1f')}, {_number(median, '.1f')}" for mean, median in figures)
+    return scores.rows_used, scores.rows_left_out, scores.unfit, *errors
 
 
 def accuracy_text(report: ValidationReport) -> str:
     """The figures of each group, the overall ones, and why rows were left out."""
-    width = max([*(len(name) for name in report.groups), 24])
-    head = f"{'':{width}}  rows   out    mean  median  memory  unfit     tau  regret"
-    lines = [head]
-    lines += [_line(name, scores, width) for name, scores in report.groups.items()]
-    lines += ["", _line("overall (averaged over sources)", report.overall, width)]
+    from hocket.reporting import table_text
+
+    rows = [(name, *_cells(scores)) for name, scores in report.groups.items()]
+    rows.append(("overall (averaged over sources)", *_cells(report.overall)))
+    heads = ("", "rows", "out", "mean", "median", "memory", "unfit", "tau", "regret")
+    lines = [table_text(heads, rows)]
     lines += _listed("resolved", (one.row.resolved for one in report.predicted_rows))
     lines += _reasons(report.left_out)
     lines += ["", TRAINING_LEGEND]
@@ -121,7 +119,7 @@ def _reasons(left_out: dict[str, str]) -> list[str]:
     for reason in left_out.values():
         reasons[reason] = reasons.get(reason, 0) + 1
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
-    found = [f"{count:6d}  {reason}" for reason, count in ordered]
+    found = [f"- {reason} ({count})" for reason, count in ordered]
     return ["", "left out:", *found] if found else []
 
 
@@ -129,11 +127,14 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _line(name: str, scores: ValidationScores, width: int) -> str:
+def _cells(scores: ValidationScores) -> tuple[object, ...]:
     return (
-        f"{name:{width}} {scores.rows_used:5d} {scores.rows_left_out:5d} "
-        f"{_number(scores.step_time_mape, '.1f'):>7} "
-        f"{_number(scores.step_time_median_ape, '.1f'):>7} "
-        f"{_number(scores.memory_median_ape, '.1f'):>7} {scores.false_fits:6d} "
-        f"{_number(scores.kendall_tau, '.2f'):>7} {_number(scores.mean_regret, '.1f'):>7}"
-    ).rstrip()
+        scores.rows_used,
+        scores.rows_left_out,
+        _number(scores.step_time_mape, ".1f"),
+        _number(scores.step_time_median_ape, ".1f"),
+        _number(scores.memory_median_ape, ".1f"),
+        scores.false_fits,
+        _number(scores.kendall_tau, ".2f"),
+        _number(scores.mean_regret, ".1f"),
+    )

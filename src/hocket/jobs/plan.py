@@ -313,12 +313,14 @@ def plan_table(found: TrainingPlan) -> str:
 def _failures(one: Goodput) -> str:
     """What failures cost the best layout, in one sentence or two."""
     without, with_one = one.spares[:2]
+    spare = f", with one spare node {with_one:.1%}: worth {one.spare_nodes:.2g} nodes"
     return (
-        f"Failures: one every {format_count(one.mean_hours)} h at {one.failures:g} per GPU and "
+        f"Failures: one every {one.mean_hours:,.0f} h at {one.failures:g} per GPU and "
         f"hour. Best: a save (which stops training for {format_seconds(one.save_seconds)}) every "
         f"{format_seconds(one.interval_seconds)}; goodput {one.goodput:.1%}. Waiting "
-        f"{one.repair_hours:g} h for each repair {without:.1%}, with one spare node "
-        f"{with_one:.1%}: worth {one.spare_nodes:.2g} nodes."
+        f"{one.repair_hours:g} h for each repair {without:.1%}"
+        + (spare if one.spare_nodes >= 1 else "")
+        + "."
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.serving.deployment import served_here
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def plans_text(plans: Sequence[ServicePlan]) -> str:
     """The answers as text."""
     if len(plans) == 1:
-        return "\n".join(_wrapped(_single(plans[0])))
+        return "\n".join(_single(plans[0]))
     name = plans[0].model.partition(" as ")[0]
     lines = [
         f"The size of {name} is not public: these are hypotheses, each answered by itself.",
@@ -122,22 +121,6 @@ def _unsure(one: ServiceForecast, service: Service) -> Iterator[str]:
             )
 
 
-WIDTH = 110
-
-
-def _wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Sentences broken at `WIDTH`; a line of a table stays whole."""
-    for line in (part for text in lines for part in text.split("\n")):
-        if len(line) <= WIDTH or "  " in line.strip():
-            yield line
-            continue
-        indent = line[: len(line) - len(line.lstrip())]
-        yield from textwrap.wrap(
-            line, WIDTH, subsequent_indent=indent + "  ", break_long_words=False,
-            break_on_hyphens=False,
-        )  # fmt: skip
-
-
 def _rows(
     headers: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Iterator[str]:
@@ -187,8 +170,8 @@ def _percentiles(one: ServiceForecast) -> str:
         ""
         if rates is None
         else (
-            f"; tokens/s of an answer, reached by as many: {rates.p50:.3g} / {rates.p90:.3g} / "
-            f"{rates.p99:.3g}"
+            "; tokens/s within an answer, reached by as many: "
+            f"{rates.p50:.3g} / {rates.p90:.3g} / {rates.p99:.3g}"
         )
     )
     return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {percentiles}{speed}."
@@ -261,7 +244,7 @@ def _others(plan: ServicePlan) -> Iterator[str]:
 def _memory_map(plan: ServicePlan, gpu: str) -> Iterator[str]:
     from hocket.reporting.table import table_text
 
-    yield f"{gpu} that hold so many requests at once, by tokens of each, however slowly:"
+    yield f"{gpu} needed to hold requests at once, by tokens of each, at any latency:"
     rows = [
         (f"{count}", *("-" if n is None else f"{n}" for n in row))
         for count, row in zip(plan.concurrent, plan.memory_map[gpu], strict=True)
