@@ -64,6 +64,18 @@ def test_answers_equal_plain_transformers(
     assert {one.name for one in report.comparisons} >= {"chunked prefill", "preemption"}
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "bamba", "deepseek_v3"])
+def test_a_proxy_model_has_positions_for_prompts_that_are_split(kind: str) -> None:
+    """Of fewer, every rank would compute all, and `hocket serve` would have checked no split."""
+    from hocket.models.proxy import proxy_of
+    from hocket.models.skeleton import config_of
+    from hocket.serving.engine.refusal import longest_sequence
+
+    config = proxy_of(config_of(sample_config(kind))).config
+    needed = check.longest_of(Layout(cp=check.BLOCK["cpu"]))
+    assert (longest_sequence(config) or needed) >= needed
+
+
 def test_what_does_not_divide_is_rejected_before_ranks_start(
     ranks: RankPool, tmp_path: Path
 ) -> None:

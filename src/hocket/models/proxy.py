@@ -40,6 +40,7 @@ _HEADS = (
     "num_decoder_attention_heads", "num_encoder_attention_heads",
 )  # fmt: skip
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SIZES = {
     **dict.fromkeys(_HIDDEN, 64),
@@ -49,8 +50,8 @@ _SIZES = {
     "shared_expert_intermediate_size": 32, "shared_experts_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
-    "max_seq_len": 64, "seq_length": 64, "original_max_position_embeddings": 32,
+    "v_head_dim": 8, "rotary_dim": 8, "original_max_position_embeddings": 32,
+    **dict.fromkeys(_POSITIONS, 128),  # those of a served prompt that four context ranks split
     "d_head": 16, "d_inner": 96, "dim_head": 16, "dim_ff": 96, "expert_ffn_hidden_size": 32,
     "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
     "qk_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
