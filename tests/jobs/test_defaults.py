@@ -174,7 +174,7 @@ def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
     assert "left out: test-00000-of-00001.jsonl" in out
     assert "- <user>hi there<assistant>" in out
     assert "pretraining from random weights in bf16: learning rate 0.001" in out
-    assert "2 data ranks x 1 microbatches x 2 sequences of 48 tokens = 4" in out
+    assert "global batch 4 = dp 2 x microbatches 1 x micro batch 2; sequences of 48 tokens" in out
     assert "price: $" in out
     assert not Path("runs").exists()
     assert main([*flags, "--json"]) == 0

@@ -135,6 +135,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"--{flag} is an option of servers",
                 hint=f"hocket check {flags.model} --serve --{flag} fp8",
             )
+    if not flags.model:
+        raise OptionError("no model was named", hint="hocket check tiny-llama --layout dp2")
     if not {"layout", *TERMS} & set(said):
         raise OptionError(
             "check compares a layout with one process, and no layout was given",

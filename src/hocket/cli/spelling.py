@@ -149,10 +149,8 @@ def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, F
             option = flag.name.replace("_", "-")
             message, _ = unknown(option, value, flag.choices)
             near = nearest(value, flag.choices)
-            raise OptionError(
-                message,
-                hint=f"hocket {verb} --help {option}" if near is None else f"{written} {near}",
-            )
+            help_of = EXPLAINED.get(option, f"hocket {verb} --help {option}")
+            raise OptionError(message, hint=help_of if near is None else f"{written} {near}")
     return arguments
 
 

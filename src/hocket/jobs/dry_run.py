@@ -239,8 +239,9 @@ def dry_run_text(found: DryRun) -> str:
     size = workload.global_batch // layout.dp // (layout.microbatches or 1)
     parts = [
         f"{spec.model}: {found.task}\n"
-        f"batch: {layout.dp} data ranks x {layout.microbatches} microbatches x {size} sequences "
-        f"of {workload.seq_len} tokens = {workload.global_batch}\n"
+        f"global batch {workload.global_batch} = dp {layout.dp} x "
+        f"microbatches {layout.microbatches} x micro batch {size}; sequences of "
+        f"{workload.seq_len} tokens\n"
         f"steps: {spec.options.steps}; checkpoints: {_saves(spec.options.save_every)}"
     ]
     if found.sequence is not None:

@@ -73,7 +73,7 @@ def template(wanted: Template) -> str:
     """
     if wanted.kind not in KINDS:
         message, hint = unknown("template", wanted.kind, KINDS)
-        raise OptionError(message, hint=hint)
+        raise OptionError(message, hint=hint if wanted.kind else "hocket template docker")
     if wanted.kind == "grafana":
         from hocket.jobs.monitoring import grafana_board
 

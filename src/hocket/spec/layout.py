@@ -22,6 +22,7 @@ from typing import Any
 
 from hocket.spec import legality, recompute, renamed
 from hocket.spec.errors import LayoutError, nearest, unknown
+from hocket.spec.layout_hints import EXAMPLES, meant_layout
 
 AXES = ("dp", "pp", "cp", "tp")
 """The mesh axes, in the order the text form prints them."""
@@ -116,7 +117,7 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(
                 f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3",
-                hint="zero=3",
+                hint=self._mended(zero=3),
             )
         if self.shard is not None and not self.zero:
             raise LayoutError(
@@ -149,12 +150,12 @@ class Layout:
         if self.recompute_layers is not None and self.recompute_layers < 1:
             raise LayoutError(
                 f"recompute_layers is {self.recompute_layers}; it must be at least 1",
-                hint="recompute=none",
+                hint=self._mended(recompute_layers=1),
             )
         if self.recompute_layers is not None and self.recompute == "none":
             raise LayoutError(
                 f"recompute_layers is {self.recompute_layers}, and recompute is none",
-                hint=f"recompute=full,recompute_layers={self.recompute_layers}",
+                hint=self._mended(recompute="full"),
             )
         if sorted(self.order) != sorted(AXES):
             raise LayoutError(
@@ -408,36 +409,48 @@ class Layout:
                 something else than the text.
         """
         if not text.strip():
-            raise LayoutError("the layout is empty", hint="dp2.pp2.tp2, or dp1 for one process")
+            raise LayoutError(
+                "the layout is empty", hint="--layout dp2.pp2.tp2, or dp1 for one process"
+            )
         axes, _, options = text.strip().partition(":")
         given: dict[str, Any] = {}
+        names = [f.name for f in dataclasses.fields(cls)]
         for term in axes.strip().split(".") if axes.strip() else ():
             match = _TERM.fullmatch(term.strip())
             if match is None:
                 raise LayoutError(
                     f"{term!r} in layout {text!r} is not an axis and a degree",
-                    hint=_meant(axes, options),
+                    hint=meant_layout(text, TERMS, names)
+                    or f"--layout {nearest(axes, ['auto']) or 'dp2.pp2.tp2'}",
                 )
             axis, degree = match.groups()
             if axis not in TERMS:
                 message, hint = unknown("axis", axis, TERMS)
-                raise LayoutError(f"layout {text!r}: {message}", hint=hint)
+                near = nearest(axis, TERMS) or axis
+                raise LayoutError(
+                    f"layout {text!r}: {message}",
+                    hint=meant_layout(text.replace(axis, near, 1), TERMS, names) or hint,
+                )
             if axis in given:
                 raise LayoutError(
                     f"layout {text!r} names the axis {axis} twice",
                     hint=f"give it once: {axis}{given[axis]}",
                 )
             given[axis] = int(degree)
-        names = [f.name for f in dataclasses.fields(cls)]
         for option in filter(None, options.split(",")):
             key, equals, value = option.partition("=")
             key = key.strip()
             (key,) = renamed.present_options({key: None}, names)
             if key not in names:
                 message, hint = unknown("layout field", key, names)
+                near = nearest(key, names) or ""
+                hint = f"--layout {text.replace(key, near, 1)}" if near else hint
                 raise LayoutError(f"layout {text!r}: {message}", hint=hint)
             if not equals:
-                raise LayoutError(f"layout {text!r}: {key} has no value", hint=f"{key}=...")
+                raise LayoutError(
+                    f"layout {text!r}: {key} has no value",
+                    hint=f"--layout {text.replace(key, f'{key}={EXAMPLES.get(key, 1)}', 1)}",
+                )
             if key in given:
                 raise LayoutError(
                     f"layout {text!r} gives {key} twice", hint=f"give it once: {option.strip()}"
@@ -462,16 +475,6 @@ class Layout:
     def stored(cls, text: str) -> Layout:
         """Read a text form that this release or the previous one wrote to a file."""
         return cls.parse(renamed.layout_text(text))
-
-
-def _meant(axes: str, options: str) -> str:
-    """What a text with a term that is no axis was to be: fields stand after a colon."""
-    terms = [term.strip() for term in axes.split(".")]
-    fields = [term for term in terms if "=" in term]
-    split = [term for term in terms if _TERM.fullmatch(term)]
-    if split and len(split) + len(fields) == len(terms):
-        return f"{'.'.join(split)}:{','.join([*fields, *filter(None, [options])])}"
-    return nearest(axes, ["auto"]) or "dp2.pp2.tp2"
 
 
 def _value(key: str, text: str) -> Any:
