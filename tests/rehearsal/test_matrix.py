@@ -185,6 +185,17 @@ def test_a_part_is_as_the_page_says(workers: RehearsalWorkers) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_a_recomputed_norm_behind_a_matmul_in_half_a_backward(workers: RehearsalWorkers) -> None:
+    """Gemma's: its gradient opens a bucket before the inner gradients of the layer are there."""
+    case = _case("dp2.pp2:zero=3", "zb-v", "recompute=norm+activation")
+    cell = rehearsed(dataclasses.replace(case, model="tiny-gemma3"), workers)
+    assert cell.outcome == OK, cell
+    assert cell.memory is not None
+    assert abs(cell.memory) < 0.03
+
+
+@pytest.mark.ranks
 def test_a_mistake_that_a_rank_finds_is_rejected(workers: RehearsalWorkers) -> None:
     """GPT-2 has no layer that multiplies in fp8, and the worker goes on with the next job."""
     pytest.importorskip("torchao")

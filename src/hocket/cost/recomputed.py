@@ -11,7 +11,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Saved
 
@@ -40,9 +40,9 @@ def latent(product: MatrixProduct) -> bool:
     return "norm" in norm and norm.rpartition(".")[0] == product.name.rpartition(".")[0] != ""
 
 
-def rows_after(block: BlockShape, rows: dict[str, int], kinds: Collection[str]) -> dict[str, int]:
-    """Bytes by the name of a saved tensor, of what is held from forward to backward."""
-    gone = dict(freed(block, kinds))
+def rows_after(rows: dict[str, int], gone: Mapping[str, float]) -> dict[str, int]:
+    """Bytes by the name of a saved tensor, of what is held from forward to backward; `gone`: which
+    part of it is freed."""
     found = {}
     for name, nbytes in rows.items():
         kept = 1.0 - gone.get(name, 0.0)

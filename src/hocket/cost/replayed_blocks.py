@@ -23,7 +23,7 @@ from hocket.cost.measured_stage import (
     weight_prefix,
     weights,
 )
-from hocket.cost.recomputed import made_at_once, rows_after
+from hocket.cost.recomputed import freed, made_at_once, rows_after
 from hocket.spec import recompute
 from hocket.spec.capabilities import OFFLOADED_BYTES
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
@@ -85,9 +85,8 @@ class BlockBytes:
         moved: to the host's memory between them.
         deferred: matmuls in the order of W. What they need is kept from I to W.
         working: inner gradients at their widest; of the head in the backward of its norm, with
-            what else it saved. narrowed: input of the matmul that takes the
-            widest tensor: freed before those are there, unless it is kept for W.
-        phases: of I, after these.
+            what else it saved.
+        phases: of I.
         first: indices of the gradients that come while these live; then: of the others.
         values: of its parameters.
     """
@@ -98,7 +97,6 @@ class BlockBytes:
     moved: int
     deferred: tuple[Deferred, ...]
     working: int
-    narrowed: int
     phases: tuple[Phase, ...]
     first: tuple[int, ...]
     then: tuple[int, ...]
@@ -144,10 +142,13 @@ def blocks_of(
         if at == 0:
             rows.pop("input", None)
         made = 0
+        before, gone = rows, {}
         if layer and modules_again > 0:
             modules_again -= 1
             made = made_at_once(block, rows, asked)
-            rows = rows_after(block, rows, asked)
+            gone = dict(freed(block, asked))
+            rows = rows_after(rows, gone)
+        at_once = made
         moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
         kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
         if layer and again:
@@ -161,6 +162,9 @@ def blocks_of(
         deferred = _deferred(job, block, named)
         narrow = narrowing(block)
         first = tuple(i for i, w in named if w.name.startswith(narrow))
+        working = (_head_norm if kind == "head" else _working)(job, block, rows)
+        narrowed = deferred[narrow].input if layer and narrow in deferred else 0
+        widest = Phase(taken=0, gradients=first, working=working + narrowed)
         found.append(
             BlockBytes(
                 kind=kind,
@@ -168,13 +172,8 @@ def blocks_of(
                 again=made,
                 moved=moved,
                 deferred=tuple(deferred.values()),
-                narrowed=deferred[narrow].input if layer and narrow in deferred else 0,
-                phases=_phases(job, block, rows, named),
-                working=_head_norm(job, block, rows)
-                if kind == "head"
-                else _widest(job, block, rows)
-                + (job.hidden_bytes - job.stream_bytes)
-                + _fp8_bytes(job, block),
+                phases=_phases(job, block, before, gone, named, widest, at_once) if layer else (),
+                working=working,
                 first=first,
                 then=tuple(i for i in own if i not in first),
                 values=round(sum(job.elements(w) * w.stored for w in held[at]) * job.element_bytes),
@@ -208,29 +207,51 @@ def _deferred(
 
 
 def _phases(
-    job: StepProblem, block: BlockShape, rows: dict[str, int], named: list[tuple[int, Weight]]
+    job: StepProblem,
+    block: BlockShape,
+    rows: dict[str, int],
+    gone: dict[str, float],
+    named: list[tuple[int, Weight]],
+    widest: Phase,
+    again: int,
 ) -> tuple[Phase, ...]:
-    """What I frees and keeps of the saved tensors, from the last one back, up to each norm that is
-    written out in fp32."""
+    """What I frees and keeps of the saved tensors, from the last one back: up to the input of the
+    matmul that takes the widest tensor, and to each norm that is written out in fp32.
+
+    Args:
+        gone: which part of a row is not saved but made where I reaches it; `again` of them with the
+            widest tensors.
+        widest: the phase of that matmul.
+    """
     products = [p for p in block.products if not (p.frozen or p.bare)]
     streams = {p.name for p in block.products if p.split == "row"}  # and their adapters
     streams |= {f"{name}.lora_B" for name in streams}
-    found: list[Phase] = []
-    taken = late = 0
+    narrow = narrowing(block)
+    wide = {p.input for p in products if weight_prefix(block, p) == narrow} & rows.keys()
+    up = gone.keys() & dict(freed(block, ("mla_up",)))
+    found: list[Phase] = [] if wide else [widest]
+    taken, late, made = -again, 0, 0
     for name, nbytes in reversed(rows.items()):
         module, _, operation = name.partition(":")
         readers = [p for p in products if p.input == name]
+        kept = round(nbytes * (1.0 - gone.get(name, 0.0)))
+        if name in wide:
+            found.append(dataclasses.replace(widest, taken=taken + again))
+            taken = -again
         if readers:
             # The gradient of the stream is there before; then a sum takes its place.
-            taken += late
+            taken += late + nbytes - kept
             late = sum(_output_bytes(job, p) for p in readers if p.name in streams)
             taken += sum(_output_bytes(job, p) for p in readers if p.name not in streams)
         elif operation == "rsqrt" and any(w.name == f"{module}.weight" for w in block.weights):
             gradients = tuple(i for i, w in named if w.name.startswith(f"{module}."))
-            found.append(Phase(taken=taken, gradients=gradients, working=norm_bytes(job, block)))
-            taken, late = late - nbytes, 0
+            own = (n for row, n in rows.items() if row in gone and row.startswith(f"{module}:"))
+            working = norm_bytes(job, block) + max(own, default=0) + made
+            found.append(Phase(taken=taken, gradients=gradients, working=working))
+            taken, late, made = late - kept, 0, 0
         else:
-            taken -= nbytes
+            taken -= kept
+            made += nbytes if name in up else 0
     return tuple(found)
 
 
@@ -282,6 +303,12 @@ def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
     tp, outside = job.layout.tp, job.microbatch.ranks("outside")
     split = {"column": tp, "vocab": tp, "outside": outside}.get(product.split, 1)
     return round(product.n * product.count / split * job.microbatch.tokens * job.element_bytes)
+
+
+def _working(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:
+    """Of a layer's inner gradients, with what is not of their width."""
+    whole = job.hidden_bytes - job.stream_bytes
+    return _widest(job, block, saved) + whole + _fp8_bytes(job, block)
 
 
 def _widest(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:

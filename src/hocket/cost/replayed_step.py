@@ -291,13 +291,14 @@ class _Replay:
                 stage.gather(at - 1)
                 live.take(blocks[at - 1].moved)
             live.take(block.again)
-            working = block.working + (block.narrowed if halved else 0)
-            live.touch(working)
-            stage.come(block.first, halved)
-            live.touch(working)
+            if not halved:
+                live.touch(block.working)
+                stage.come(block.first, halved)
+                live.touch(block.working)
             for phase in block.phases if halved else ():
                 live.take(phase.taken)
                 released += phase.taken
+                live.touch(phase.working)
                 stage.come(phase.gradients, halved)
                 live.touch(phase.working)
             live.take(-released)

@@ -196,6 +196,11 @@ class LayerRecipes:
                 self._recipes[storage._cdata] = known
         return out
 
+    def forget(self) -> None:
+        """The forward is over: recipes of what autograd did not save are dropped, which would keep
+        the tensors they start from until the layer's backward ends."""
+        self._recipes.clear()
+
     def assign(self, target: Tensor, index: Any, value: Any) -> None:
         """Assign to a part of a tensor that was made by a listed operation, and write it down."""
         recipe = self.recipe_of(target)
@@ -252,6 +257,7 @@ class LayerWithRecipes:
                 return self.inner(*args, **kwargs)
         finally:
             _RUNNING.layer = before
+            layer.forget()
 
 
 class WrittenModule:
