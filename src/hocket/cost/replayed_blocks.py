@@ -172,7 +172,9 @@ def blocks_of(
                 again=made,
                 moved=moved,
                 deferred=tuple(deferred.values()),
-                phases=_phases(job, block, before, gone, named, widest, at_once) if layer else (),
+                phases=_phases(job, block, before, gone, named, widest=widest, again=at_once)
+                if layer
+                else (),
                 working=working,
                 first=first,
                 then=tuple(i for i in own if i not in first),
@@ -212,6 +214,7 @@ def _phases(
     rows: dict[str, int],
     gone: dict[str, float],
     named: list[tuple[int, Weight]],
+    *,
     widest: Phase,
     again: int,
 ) -> tuple[Phase, ...]:

@@ -48,12 +48,14 @@ class Gradient:
         block: index of its block in the stage.
         nbytes: in fp32. made: in the dtype in which backward makes it, 0 where that is fp32.
         late: reduced last, after a sum over other axes.
+        ranks: that share its optimizer state; fewer of experts over ranks.
     """
 
     block: int
     nbytes: int
     made: int
     late: bool
+    ranks: int = 1
 
 
 class Gradients:
@@ -105,6 +107,7 @@ class _Bucket:
     members: list[int]
     nbytes: int
     late: bool
+    ranks: int
     block: int = -1
     open: bool = False
     shard: bool = False
@@ -154,7 +157,7 @@ class FlatBuckets(_Buckets):
 
 
 class ShardedGradients(_Buckets):
-    """Gradients under ZeRO-1 and ZeRO-2, over `ranks` data ranks."""
+    """Gradients under ZeRO-1 and ZeRO-2."""
 
     def __init__(
         self,
@@ -163,23 +166,22 @@ class ShardedGradients(_Buckets):
         buckets: list[_Bucket],
         *,
         zero: int,
-        ranks: int,
     ) -> None:
         super().__init__(live, gradients, buckets)
-        self.zero, self.ranks = zero, ranks
+        self.zero = zero
         self.is_last = False
         self.reducing: deque[tuple[_Bucket, bool]] = deque()  # and whether a shard was there
 
     @classmethod
     def of_stage(
-        cls, live: ReplayedBytes, gradients: Sequence[Gradient], bucket_mb: float, **how: int
+        cls, live: ReplayedBytes, gradients: Sequence[Gradient], bucket_mb: float, zero: int
     ) -> ShardedGradients:
-        """In the buckets of a stage; what is reduced late has its own."""
+        """In the buckets of a stage; what is reduced late or over other ranks has its own."""
         found: list[_Bucket] = []
-        for late in dict.fromkeys(g.late for g in gradients):
-            members = [i for i, g in enumerate(gradients) if g.late == late]
+        for kind in dict.fromkeys((g.late, g.ranks) for g in gradients):
+            members = [i for i, g in enumerate(gradients) if (g.late, g.ranks) == kind]
             found += _filled(gradients, members, bucket_mb)
-        return cls(live, gradients, found, **how)
+        return cls(live, gradients, found, zero=zero)
 
     def begins(self, kind: str) -> None:
         while self.reducing:
@@ -218,13 +220,13 @@ class ShardedGradients(_Buckets):
         self.opened -= set(bucket.members)
         while len(self.reducing) >= UNDER_WAY[self.zero]:
             self._end()
-        self.live.take(bucket.nbytes // self.ranks)
+        self.live.take(bucket.nbytes // bucket.ranks)
         self.reducing.append((bucket, bucket.shard))
         bucket.shard = True
 
     def _end(self) -> None:
         bucket, added = self.reducing.popleft()
-        self.live.take(-bucket.nbytes - (bucket.nbytes // self.ranks if added else 0))
+        self.live.take(-bucket.nbytes - (bucket.nbytes // bucket.ranks if added else 0))
 
 
 class BlockGradients(ShardedGradients):
@@ -236,17 +238,16 @@ class BlockGradients(ShardedGradients):
         live: ReplayedBytes,
         gradients: Sequence[Gradient],
         *,
-        ranks: int,
         after: int | None,
     ) -> None:
-        members: dict[tuple[int, bool], list[int]] = {}
+        members: dict[tuple[int, bool, int], list[int]] = {}
         for index, found in enumerate(gradients):
-            members.setdefault((found.block, found.late), []).append(index)
+            members.setdefault((found.block, found.late, found.ranks), []).append(index)
         buckets = [
-            _Bucket(held, sum(gradients[i].nbytes for i in held), late, block)
-            for (block, late), held in members.items()
+            _Bucket(held, sum(gradients[i].nbytes for i in held), late, ranks, block)
+            for (block, late, ranks), held in members.items()
         ]
-        super().__init__(live, gradients, buckets, zero=3, ranks=ranks)
+        super().__init__(live, gradients, buckets, zero=3)
         self.after, self.reduces = after, False
         self.due: set[_Bucket] = set()
         self.entered: int | None = None
@@ -287,5 +288,5 @@ def _filled(
             found[-1].nbytes += nbytes
         else:
             limit = bucket_mb * 1e6 if found else limit
-            found.append(_Bucket([index], nbytes, gradients[index].late))
+            found.append(_Bucket([index], nbytes, gradients[index].late, gradients[index].ranks))
     return found

@@ -80,6 +80,7 @@ class _Stage:
                 nbytes=job.elements(w) * GRADIENT_BYTES,
                 made=job.elements(w) * width,
                 late=job.is_late(w),
+                ranks=job.states(w),
             )
             for at, w in held
         ]
@@ -351,12 +352,12 @@ class _Replay:
 def _gradients(
     job: StepProblem, found: list[Gradient], kinds: list[str], live: ReplayedBytes, cuda: bool
 ) -> Gradients:
-    ranks, zero = job.state_ranks, job.layout.zero
+    zero = job.layout.zero
     if zero == 3:
         after = len(kinds) - 1 if kinds[-1] == "head" else None
-        return BlockGradients(live, found, ranks=ranks, after=after)
+        return BlockGradients(live, found, after=after)
     if zero:
-        return ShardedGradients.of_stage(live, found, job.bucket_mb, zero=zero, ranks=ranks)
+        return ShardedGradients.of_stage(live, found, job.bucket_mb, zero)
     if job.layout.data_degree > 1:
         return FlatBuckets(live, found, job.bucket_mb, cuda=cuda)
     return Gradients(live, found)
