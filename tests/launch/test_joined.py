@@ -298,3 +298,38 @@ def test_a_rank_ends_with_its_launcher(when: str, started_by: str) -> None:
         assert output == ""
         assert f"rank {rank} ends: " in errors
         assert (ended if when == "late" else "which started it, is gone") in errors
+
+
+STUCK = """
+import ctypes, os, signal, sys, threading
+from hocket.launch import end_with_launcher
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+end_with_launcher()
+print(os.getpid(), flush=True)
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+ctypes.PyDLL(None).pause()  # keeps the interpreter's lock
+"""
+
+
+@pytest.mark.parametrize("how", ["in C", "stopped"])
+@pytest.mark.parametrize("started_by", ["torchrun", "a shell in torchrun"])
+def test_a_rank_that_runs_no_thread_ends_with_its_launcher(how: str, started_by: str) -> None:
+    command = [sys.executable, "-c", STUCK, how]
+    if "shell" in started_by:
+        command = ["sh", "-c", '"$@"; true', "sh", *command]
+    start = f"subprocess.run({command!r}, env={{**os.environ, **{ELASTIC!r}}})"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"import os, subprocess; {start}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    try:
+        errors = launcher.communicate(timeout=60)[1]  # until the rank has closed its output
+    except subprocess.TimeoutExpired:
+        os.kill(rank, signal.SIGKILL)
+        raise
+    assert f"rank {ELASTIC['RANK']} was killed: its launcher is gone" in errors

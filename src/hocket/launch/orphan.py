@@ -3,9 +3,10 @@
     agent (torchrun) or step daemon (Slurm) -> a shell that wraps the command, if any -> rank
 
 A killed agent takes no rank along: its ranks would go on in a run that is being restarted without
-them, and hold up the rendezvous of the agent that replaces it. The kernel's own signal at a
-parent's death (`launch.rank.die_with`) would print nothing, and would follow the thread that
-started the rank, which in a daemon may end earlier.
+them, and hold up the rendezvous of the agent that replaces it. A thread of the rank ends it, which
+prints why and notifies the other ranks; where the rank runs no thread, its guard (`launch.guard`)
+does. The kernel's own signal at a parent's death (`launch.rank.die_with`) would also follow the
+thread that started the rank, which in a daemon may end earlier.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from hocket.launch.guard import start_guard
 
 _IDENTITY = ("TORCHELASTIC_RUN_ID", "RANK", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 """Variables that one rank's process shares with the shells around it, and not with its launcher."""
@@ -43,6 +46,8 @@ def end_with_launcher(on_end: Callable[[str], None] | None = None) -> None:
     names = _opened(chain)
     _WATCHED.append(threading.Thread(target=_watch, args=[names], daemon=True, name="launcher"))
     _WATCHED[0].start()
+    if names:
+        start_guard(_rank(), names)
 
 
 _ON_END: list[Callable[[str], None]] = []
