@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -158,12 +159,13 @@ def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -
 
 
 @pytest.mark.ranks
-def test_a_rank_that_loses_a_killed_one_is_no_fault_of_hocket() -> None:
+def test_a_rank_that_loses_a_killed_one_names_it() -> None:
+    """With host and port, and without a file of Gloo's source."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     code = (
         "from hocket.launch import run_joined\n"
         "payload = {'how': 'kill', 'rank': 1, 'backend': 'gloo'}\n"
@@ -177,15 +179,18 @@ def test_a_rank_that_loses_a_killed_one_is_no_fault_of_hocket() -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(3)
     ]
     try:
-        error = ranks[0].communicate(timeout=50)[1]
-        assert [rank.wait(50) for rank in ranks] == [1, -signal.SIGKILL]
+        errors = [rank.communicate(timeout=50)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert "RankFailure: rank 0 of 2 lost its connection to another rank: " in error
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert f"RankFailure: rank {rank} of 3 lost its connection to rank 1: " in errors[rank]
+        assert re.search(r"\(host \S+, port \d+\)", errors[rank])
+        assert "/gloo/" not in errors[rank]
 
 
 WAITS = """

@@ -150,11 +150,12 @@ class RankContext:
 def unreachable(context: RankContext, backend: str, error: Exception) -> HocketError:
     """The error of ranks on several hosts that do not connect, with the interface to set."""
     from hocket.launch.interfaces import chosen_interface, interface_to
+    from hocket.launch.lost import peer_text
 
     setting = chosen_interface(backend)
     name = setting.split("=")[0].split()[0]
     found = interface_to(context.address)
-    first = str(error).strip().partition("\n")[0]
+    first = peer_text(str(error)).strip().partition("\n")[0]
     return HocketError(
         f"rank {context.rank} of {context.world_size} on {socket.gethostname()} cannot connect to "
         f"the other ranks over {backend} ({setting}): {first}",

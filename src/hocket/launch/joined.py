@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import logging
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.launch import gpus
 from hocket.launch.context import RankContext
 from hocket.launch.launcher import raising_on_sigterm
+from hocket.launch.lost import lost_ranks, peer_text, publish_process
 from hocket.launch.orphan import end_with_launcher
 from hocket.launch.rank import load_entry, lost_peer
 from hocket.spec.errors import HocketError, LayoutError, RankFailure
@@ -247,7 +249,8 @@ def run_joined(
                 notice.send(error)
             context.abort()  # or the end of this process would wait for collectives under way
             if lost_peer(error) and not isinstance(error, HocketError):
-                raise _victim(context, error) from error
+                logging.getLogger(__name__).debug("a rank is lost", exc_info=error)
+                raise _victim(context, error) from None
             raise
         leave_together(context)
 
@@ -256,9 +259,13 @@ def run_joined(
 
 def _victim(context: RankContext, error: BaseException) -> RankFailure:
     """The failure of a rank of which only the connection to another one ended."""
-    first = str(error).split("\n", maxsplit=1)[0][:500]
+    text = peer_text(str(error)).split("\n", maxsplit=1)[0][:500]
+    lost = lost_ranks(context, _NOTICE[0].store if _NOTICE else None)
+    who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {', '.join(map(str, lost[:8]))}"
+    beat = context.heart.read()
     return RankFailure(
-        f"rank {context.rank} of {context.world_size} lost its connection to another rank: {first}",
+        f"rank {context.rank} of {context.world_size} lost its connection to {who}: {text}"
+        + (f"; it was in {beat}" if beat.ticks else ""),
         hint="the rank that ended first, or its launcher, prints the cause; the same command "
         "continues the run",
     )
@@ -271,6 +278,7 @@ _NOTICE: list[_Notice] = []
 def _watched(context: RankContext, store: Store) -> None:
     """Watch the ranks from here on: `context` has opened the store."""
     if not _NOTICE:
+        publish_process(store, context.rank)
         store.add(f"alive/{context.rank}", 1)
         notice = _Notice(context, store)
         _NOTICE.append(notice)

@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ from hocket.launch import symptoms
 from hocket.launch.context import RankContext, loopback_store
 from hocket.launch.heartbeat import Heart
 from hocket.launch.lines import LineWriter
+from hocket.launch.lost import peer_text
 from hocket.spec import errors
 
 _PR_SET_PDEATHSIG = 1
@@ -77,15 +79,16 @@ def describe(error: BaseException) -> dict[str, Any]:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
+    logging.getLogger(__name__).debug("a rank fails", exc_info=error)
     return {
         "launch": "failed",
         "time": time.monotonic(),
         "type": type(error).__name__,
         "hocket": kinds[0] if kinds else None,
-        "message": getattr(error, "message", None) or str(error),
+        "message": getattr(error, "message", None) or peer_text(str(error)),
         "hint": getattr(error, "hint", None),
         "lost_peer": lost_peer(error),
-        "traceback": text.rstrip(),
+        "traceback": peer_text(text).rstrip(),
     }
 
 

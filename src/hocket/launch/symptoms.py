@@ -20,6 +20,7 @@ PEER_LOST = (
     "Failed to recv",
     "remote process exited",
     "Timed out waiting",
+    "Application timeout caused pair closure",
 )
 
 NCCL = (
