@@ -251,3 +251,14 @@ def test_experts_on_other_ranks_are_not_taken_for_differing_replicas(
         replica_check_every=1,
     )  # fmt: skip
     assert len(losses(tmp_path, "run")) == 2
+
+
+def test_generators_of_all_ranks_begin_with_the_seed_of_the_run(tmp_path: Path) -> None:
+    """Not with one of each process, which torch draws: ranks of torchrun are separate processes."""
+    from safetensors.numpy import load_file
+
+    job(tmp_path, "run", "dp2", seed=12345)  # without dropout, nothing draws
+    last = tmp_path / "run" / "checkpoints" / f"step-{STEPS:06d}"
+    for rank in range(2):
+        state = load_file(last / f"rank-{rank:05d}.safetensors")["random/torch"]
+        assert state[:8].tobytes() == (12345).to_bytes(8, "little")

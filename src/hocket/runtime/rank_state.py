@@ -104,6 +104,8 @@ class RankState:
                 self._add("optimizer", name, key, tensor)
         for name, tensor in saved_buffers(parallel):
             self._add("buffer", name, None, tensor)
+        # Of a model with dropout they differ between data ranks, and no resumed step depends on
+        # them: each layer is seeded by its place in the run (`runtime.random`), on any layout.
         for name, tensor in random_states().items():
             self._add("random", name, None, tensor)
         self.entries = [

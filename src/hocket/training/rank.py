@@ -66,7 +66,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.heart.allow(max(LONG, spec.options.timeout))
     faults = Faults(payload.get("faults", ()), context, folder.checkpoints)
     faults.at("build")
-    random.seed(spec.options.seed)  # which a model's own code may draw from
+    # A model's own code may draw from both; a process of its own has another seed of torch's.
+    random.seed(spec.options.seed)
+    torch.manual_seed(spec.options.seed)
     with reading_shown(context):
         job = build_rank_job(spec, context, read_schedule(folder.schedule_file))
     try:
