@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hocket.spec.layout import Layout
-from hocket.training.slow_ranks import RankSeconds, diagnose, rank_seconds
+from hocket.training import timeline
+from hocket.training.slow_ranks import RankSeconds, SlowRanks, diagnose, rank_seconds
 
 USUAL = RankSeconds(step=1.0, compute=0.5, input=0.01, links={"dp": [0.05, 0.05], "tp": [0.01] * 4})
 
@@ -68,6 +70,24 @@ def test_a_slow_link_is_separated_from_a_rank_that_comes_late() -> None:
     assert (found.ranks, found.cause) == ((1, 3), "link")
     assert found.share == pytest.approx(0.3)
     assert diagnose(*world("dp2.tp2", {1: slow}), 1.3) == []  # it waits for rank 3
+
+
+def test_a_slow_link_hides_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each cause the costliest is reported, once."""
+    link = dataclasses.replace(USUAL, links={**USUAL.links, "dp": [0.3, 0.3]})
+    slow = dataclasses.replace(USUAL, compute=0.8)
+    ranks, layout = world("dp2.tp2", {1: link, 2: slow, 3: link})
+    rows = [dataclasses.asdict(rank) for rank in ranks]
+    monkeypatch.setattr(timeline, "gather_values", lambda *_: rows)
+    recorder = SimpleNamespace(timeline_events=list, waits=list)
+    mesh: Any = SimpleNamespace(recorder=recorder, layout=layout)
+    context: Any = SimpleNamespace(world_size=4, one_machine=True)
+    watch = SlowRanks(context, mesh, 1.3)
+    texts = [watch.after(step, 0.0) for step in (50, 100, 150, 200)]
+    assert texts[2] is not None
+    assert "ranks (1, 3) are slow: the link" in texts[2]
+    assert "rank 2 is slow: its compute" in texts[2]
+    assert texts == [None, None, texts[2], None]
 
 
 def test_compute_is_what_is_not_inside_a_collective() -> None:

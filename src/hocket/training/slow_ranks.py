@@ -181,7 +181,7 @@ class SlowRanks:
         self._kept: list[deque[RankSeconds]] = [
             deque(maxlen=SETTLED) for _ in range(context.world_size)
         ]
-        self._named: tuple[tuple[int, ...], str] | None = None
+        self._named: set[tuple[tuple[int, ...], str]] = set()
         self._began = 0.0
 
     def due(self, step: int) -> bool:
@@ -194,7 +194,8 @@ class SlowRanks:
         self._began = time.perf_counter()
 
     def after(self, step: int, input_seconds: float) -> str | None:
-        """On rank 0, who is slow by the steps recorded so far, once; None: none, or the same."""
+        """On rank 0, who is slow by the steps recorded so far, the costliest of each cause; None:
+        none, or the same as before."""
         events = self._mesh.recorder.timeline_events()
         seconds = time.perf_counter() - self._began
         waits = self._mesh.recorder.waits()
@@ -207,9 +208,14 @@ class SlowRanks:
         if len(self._kept[0]) < SETTLED:
             return None
         found = diagnose([_median(kept) for kept in self._kept], self._mesh.layout, self._factor)
-        named = (found[0].ranks, found[0].cause) if found else None
-        before, self._named = self._named, named
-        return f"step {step}: {found[0]}" if found and named != before else None
+        costliest = {one.cause: one for one in reversed(found)}  # a slow link hides no slow rank
+        new = [one for one in found if one is costliest[one.cause] and _key(one) not in self._named]
+        self._named = {_key(one) for one in costliest.values()}
+        return f"step {step}: " + "; ".join(map(str, new)) if new else None
+
+
+def _key(found: SlowRank) -> tuple[tuple[int, ...], str]:
+    return found.ranks, found.cause
 
 
 def _median(samples: Sequence[RankSeconds]) -> RankSeconds:
