@@ -43,6 +43,9 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
     ("kind", "layout", "tokens"),
     [
         ("falcon", "tp2", 64),  # one key/value head within a fused matrix, on every rank
+        ("falcon", "dp2:zero=2", 64),  # hands PyTorch a mask: keys and values of each query head
+        ("rembert", "dp2:zero=2", 64),  # a head that is wider than the vocabulary before it
+        ("openai-gpt", "tp2", 64),  # a layer that returns a list
         ("gpt_oss", "tp2", 64),  # experts that tensor parallelism does not split
         ("gpt_oss", "dp2", 512),  # sinks: flex attention saves no scores
         ("gpt_oss", "tp2:recompute=selective", 512),

@@ -1,12 +1,13 @@
 """Rehearsals of a tiny model of every type of the installed transformers, in training and serving.
 
 python -m tests.rehearsal.types [TYPE ...]      one JSON line a type, layout and kind of step
+python -m tests.rehearsal.types --train dp2:zero=2 tp2      of every type, trained at these layouts
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,15 +94,20 @@ def _serve(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]
     }
 
 
-def main(kinds: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     from hocket.models import registry
 
+    parser = argparse.ArgumentParser(prog="python -m tests.rehearsal.types")
+    parser.add_argument("kinds", nargs="*")
+    parser.add_argument("--train", nargs="+", default=())
+    asked = parser.parse_args(arguments)
+    steps = [("train", layout) for layout in asked.train] or STEPS
     with RehearsalWorkers() as workers, tempfile.TemporaryDirectory() as folder:
-        for kind in kinds or sorted(registry.causal_classes()):
-            for step, layout in STEPS:
+        for kind in asked.kinds or sorted(registry.causal_classes()):
+            for step, layout in steps:
                 row = rehearsed(kind, step, layout, workers, Path(folder))
                 print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -264,7 +264,7 @@ def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Sec
 
 def _loss(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:
     """The runtime's own cross-entropy, over this rank's part of the vocabulary."""
-    head = max(block.products, key=lambda p: p.n)
+    head = head_product(block)
     rows = max(1, round(head.n / _ranks(head, block, microbatch.tp)))
     known = rates.kernel("cross-entropy", (microbatch.tokens, rows))
     if known is None:
@@ -311,10 +311,16 @@ def saved_rows(
         if row.view in KEPT and not (kind == "head" and row.split == "vocab")
     ]
     if kind == "head":  # the logits, which the loss overwrites by their gradient
-        head = max(block.products, key=lambda p: p.n)
+        head = head_product(block)
         rows = head.n / _ranks(head, block, microbatch.tp)
         found.append(("logits", round(rows * element_bytes * microbatch.tokens)))
     return found
+
+
+def head_product(block: BlockShape) -> MatrixProduct:
+    """The matmul that makes the logits: the widest, but for a vocabulary that is smaller than what
+    a head has before it (RemBERT's own width)."""
+    return max(block.products, key=lambda p: (p.split == "vocab", p.n))
 
 
 def table_bytes(shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch) -> int:
@@ -340,7 +346,7 @@ def narrowing(block: BlockShape) -> str:
     """How the names of the weights begin that take a block's widest inner tensor, or make the
     logits: theirs are its first gradients."""
     if block.kind == "head":
-        return weight_prefix(block, max(block.products, key=lambda p: p.n))
+        return weight_prefix(block, head_product(block))
     rows = [p for p in block.products if p.split in ("row", "outside")]
     return weight_prefix(block, max(rows, key=lambda p: p.k * p.count)) if rows else ""
 

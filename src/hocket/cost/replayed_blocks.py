@@ -261,18 +261,20 @@ def _phases(
 def _with_repeated_heads(
     job: StepProblem, block: BlockShape, rows: dict[str, int]
 ) -> dict[str, int]:
-    """The saved tensors of a block, with what attention in fp32 saves on a GPU beyond the keys and
-    values of their own heads: PyTorch repeats them for each query head, for the memory-efficient
-    kernel. Flash attention takes half precision alone, and flex attention, which windows go to,
-    takes groups of heads; a core that is recomputed saves what it was given."""
-    if job.workload.dtype != "fp32" or "core_attn" in recompute.modules(job.layout.recompute):
+    """The saved tensors of a block, with what the memory-efficient kernel saves on a GPU beyond the
+    keys and values of their own heads: PyTorch repeats them for each query head, and makes numbers
+    of a mask. Flash attention takes half precision alone, and no mask; flex attention, which
+    windows go to, takes groups of heads; a core that is recomputed saves what it was given."""
+    if "core_attn" in recompute.modules(job.layout.recompute):
         return rows
     elements = 0.0
     for core in block.attention:
+        if core.window is not None or (job.workload.dtype != "fp32" and not core.masked):
+            continue
         split = job.layout.tp if core.split == "inside" else 1
         missing = core.heads / split - max(1.0, core.kv_heads / split)
-        if core.window is None:
-            elements += max(0.0, missing) * (core.head_dim + core.value_dim)
+        elements += max(0.0, missing) * (core.head_dim + core.value_dim)
+        elements += job.microbatch.sequence if core.masked else 0
     found: dict[str, int] = {}
     for name, nbytes in rows.items():
         found[name] = nbytes

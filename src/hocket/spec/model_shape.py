@@ -77,6 +77,7 @@ class Attention:
     """Softmax(QK^T)V: heads, key/value heads, widths, and the window (None: all).
 
     `split` is `inside` where heads are divided over t, `outside` where every rank has them all.
+    `masked`: its code hands PyTorch a mask of [rows, 1, S, S] (Falcon), which flash kernels reject.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Attention:
     causal: bool = True
     window: int | None = None
     split: str = "inside"
+    masked: bool = False
 
     def on_rank(self, tp: int) -> Attention:
         """With the heads of one of `tp` ranks; of fewer key/value heads each rank has one."""

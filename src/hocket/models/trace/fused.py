@@ -63,6 +63,7 @@ class Costs(Graph):
                         value_dim=op.details["value_dim"],
                         window=self.window,
                         split=self.labels.get(op.outs[0].value, OUTSIDE),
+                        masked=op.details["masked"],
                     )
                 )
         for first, second in zip(cores[::2], cores[1::2], strict=False):

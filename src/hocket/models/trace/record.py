@@ -269,8 +269,11 @@ class TracedKernels(TorchFunctionMode):
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
         inputs = (given["query"], given["key"], given["value"])
-        dropout = given.get("dropout_p", 0.0)
-        return Flash.apply(*inputs, (self.recorder, dropout))  # type: ignore[no-untyped-call]
+        details = {
+            "dropout": given.get("dropout_p", 0.0),
+            "masked": given.get("attn_mask") is not None,
+        }
+        return Flash.apply(*inputs, (self.recorder, details))  # type: ignore[no-untyped-call]
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -289,9 +292,9 @@ class Flash(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        context: tuple[OpRecorder, float],
+        context: tuple[OpRecorder, dict[str, Any]],
     ) -> torch.Tensor:
-        recorder, dropout = context
+        recorder, details = context
         recorder.paused = True
         batch, heads, rows = (int(n) for n in query.shape[:3])
         # The layout the kernel writes: heads of a token side by side, as the next product reads.
@@ -312,7 +315,7 @@ class Flash(torch.autograd.Function):
                     "kv_heads": int(key.shape[1]),
                     "head_dim": int(query.shape[-1]),
                     "value_dim": int(value.shape[-1]),
-                    "dropout": dropout,
+                    **details,
                 },
             )
         )

@@ -183,10 +183,10 @@ class _Layers:
             kwargs = {key: _cut(value, given) for key, value in kwargs.items()}
             result = forward(*args, **kwargs)
             self.seen = result
-            output = result[0] if isinstance(result, tuple) else result
+            output = result[0] if isinstance(result, (tuple, list)) else result
             self._finish(str(index), output, given)
             fresh = self._start_head(index, output)
-            return (fresh, *result[1:]) if isinstance(result, tuple) else fresh
+            return (fresh, *result[1:]) if isinstance(result, (tuple, list)) else fresh
 
         return replacement
 
@@ -194,7 +194,7 @@ class _Layers:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             hidden, _ = _hidden(args, kwargs)
             fresh = self._start_head(index, hidden)
-            if isinstance(self.seen, tuple):
+            if isinstance(self.seen, (tuple, list)):
                 return (fresh, *(None for _ in self.seen[1:]))
             return fresh
 
