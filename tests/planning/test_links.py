@@ -107,6 +107,19 @@ def test_a_step_in_another_order_waits_for_what_crosses_slower_links() -> None:
     assert placed_forecast(asked, usual) is usual
 
 
+def test_state_is_sharded_over_data_and_context_ranks() -> None:
+    asked = problem("2x8xA100-SXM-80")
+    for zero in (0, 1, 3):
+        layout = f"dp8.cp2:microbatches=1,zero={zero}"
+        found = by_axis(asked, f"{layout},order=dp-cp-tp-pp")
+        assert found["data"].ranks == 16
+        assert found["data"].link.startswith("network")
+        assert "dp" not in found
+        # No order brings the group of all ranks onto the links of a node.
+        (there,) = plan_one(asked, Layout.parse(layout)).layouts
+        assert placed_forecast(asked, there).layout.order == there.layout.order
+
+
 def test_every_order_is_looked_at_once() -> None:
     layout = Layout.parse("dp2.pp2.tp2")
     found = orders(layout)

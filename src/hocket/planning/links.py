@@ -23,7 +23,7 @@ from hocket.spec.cluster import Cluster
 from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import KINDS, LinkKind
 from hocket.spec.links import Links, ring_share
-from hocket.spec.process_groups import named_groups
+from hocket.spec.process_groups import data_axis, named_groups
 
 OTHERS = (
     "nvlink2", "nvlink2-mesh", "nvlink3", "nvlink3-mesh", "nvlink4", "nvlink4-mesh", "nvlink5",
@@ -299,13 +299,14 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
         shares.append(share)
     layers = sum(len(problem.shape.layers) // len(cut) for _ in shares)
     for row in communication(layout, rank, step, shares, place):
-        if row["axis"] in ("dp", "shard", "replicas") and layout.zero:
+        if row["axis"] in ("dp", "data", "shard", "replicas") and layout.zero:
             continue
         yield row["axis"], row["name"], row["count"], float(row["bytes"])
-    if layout.dp > 1 and layout.zero:
+    if layout.dp * layout.cp > 1 and layout.zero:
         gathers = 2 * count if layout.zero == 3 else 1
-        yield "dp", "all-gather", gathers, gathers * width.weight * weights
-        yield "dp", "reduce-scatter", 1, width.gradient * weights
+        axis = data_axis(layout)
+        yield axis, "all-gather", gathers, gathers * width.weight * weights
+        yield axis, "reduce-scatter", 1, width.gradient * weights
     hidden = float(step.hidden_bytes)
     if layout.cp > 1:
         core = next(iter(problem.shape.blocks[problem.shape.layers[0]].attention), None)
