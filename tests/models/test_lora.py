@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("peft")
@@ -33,3 +38,19 @@ def test_an_adapter_of_a_mixture_is_what_peft_adapts_or_rejected(kind: str) -> N
     found = {name.partition(".lora_A")[0] for name in thin}
     assert found == {f"base_model.model.{name}" for name in names}
     assert dense == (kind in ("qwen3_moe", "deepseek_v3"))
+
+
+def test_peft_brings_no_kernel_of_the_hub_and_no_warning(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("print('imported')")
+    code = "from hocket.models import lora; lora.peft_model"
+    code += "\nwith lora.plain_bitsandbytes():\n    import peft"
+    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == ""
+    assert "kernels" not in done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, ModelError, OptionError, nearest
+from hocket.spec.imports import plain_bitsandbytes
 from hocket.spec.run import ALL_LINEAR, TrainOptions, target_words
 
 if TYPE_CHECKING:
@@ -101,8 +102,9 @@ def _require_found_by_peft(model: nn.Module, names: tuple[str, ...]) -> None:
     stack, and adapts no other layer of such a name (a shared expert, a dense layer's MLP)."""
     if all(parameter.dim() < 3 for parameter in model.parameters()):
         return
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    with plain_bitsandbytes():
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     def lost(leaf: str) -> bool:
         config = LoraConfig(r=1, target_modules=[leaf])
@@ -145,7 +147,8 @@ def peft_config(model: nn.Module, options: TrainOptions, base: Path | str | None
         model: the whole model, on the meta device or real.
         base: directory of the weights that the adapter belongs to.
     """
-    from peft import LoraConfig
+    with plain_bitsandbytes():
+        from peft import LoraConfig
 
     names = targets_of(model, options.lora_targets)
     leaves = sorted({name.rpartition(".")[2] for name in names})
@@ -167,7 +170,8 @@ def peft_config(model: nn.Module, options: TrainOptions, base: Path | str | None
 
 def peft_model(model: nn.Module, options: TrainOptions) -> Any:
     """`model`, which holds values, changed in place by peft: its adapters are trained."""
-    from peft import get_peft_model
+    with plain_bitsandbytes():
+        from peft import get_peft_model
 
     config = peft_config(model, options)
     config.inference_mode = False
@@ -201,7 +205,9 @@ def merge_adapter(adapter: Path, base: ModelSource, to: Path, options: TrainOpti
         CheckpointError: the adapter's file is missing or damaged.
     """
     import transformers
-    from peft import PeftModel
+
+    with plain_bitsandbytes():
+        from peft import PeftModel
 
     from hocket.models.skeleton import config_of
     from hocket.spec.tensor_file import TensorFile

@@ -15,8 +15,6 @@ Adapters, norms, embedding, head and stacked experts keep their precision.
 from __future__ import annotations
 
 import functools
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +25,7 @@ from hocket.runtime.linear import block_linears, deferrable, is_transposed
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.imports import plain_bitsandbytes
 
 BLOCK = 64
 """Entries that share a scale (section 3 of the paper)."""
@@ -39,24 +38,19 @@ def load_library() -> Any:
     """The functions of bitsandbytes.
 
     It registers its CUDA operators if CUDA is there when it is imported, so a rehearsal calls this
-    before it makes up a device. Where the package `kernels` is installed, the import would download
-    and run a kernel of the Hub on some CPUs; it is kept from that.
+    before it makes up a device.
 
     Raises:
         OptionError: bitsandbytes is not installed.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    absent = sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     try:
-        import bitsandbytes.functional as functions
+        with plain_bitsandbytes():
+            import bitsandbytes.functional as functions
     except ImportError as error:
         raise OptionError(
             f"bitsandbytes cannot be imported: {error}",
             hint="pip install 'hocket[lora]'",
         ) from None
-    finally:
-        if absent is None:
-            del sys.modules["kernels"]
     return functions
 
 
