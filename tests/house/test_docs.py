@@ -112,6 +112,17 @@ def fewer(words: list[str]) -> list[str]:
     ]
 
 
+PRINTED: dict[str, list[str]] = {}
+"""The plans that a page shows with what they print, by the command."""
+for _page in PAGES:
+    for _command, _text in re.findall(
+        r"^(?:    )?hocket (plan [^\n]+)\n(?:```\n)?\n*```text\n(.*?)```",
+        _page.read_text("utf-8"),
+        re.MULTILINE | re.DOTALL,
+    ):
+        PRINTED.setdefault(shlex.join(shlex.split(_command)), []).append(_text)
+
+
 def quick(words: list[str]) -> bool:
     return words[0] in ("schedule", "models", "plan", "validate")
 
@@ -137,7 +148,10 @@ def test_quick_commands_run(
         (shown,) = [b for b in blocks(SIZING, "") if '"arrival"' in b]
         Path(words[words.index("--trace") + 1]).write_text(shown)
     assert main(words) == 0
-    assert capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert out
+    for line in "".join(PRINTED.get(shlex.join(words), [])).splitlines():
+        assert " ".join(line.split()) in out, "the page shows what is not printed any more"
 
 
 def served(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
