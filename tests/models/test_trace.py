@@ -240,6 +240,14 @@ def test_parameters_that_several_layers_share_are_counted_once(kind):
     assert shape.num_parameters == sum(p.numel() for p in real.parameters())
 
 
+def test_a_mask_counts_where_transformers_is_not_asked_for_attention():
+    """Falcon's own code hands PyTorch one; what BART is given for a CPU, a GPU does without."""
+    for kind, masked in (("falcon", True), ("bart", False)):
+        config = proxy_of(skeleton.config_of(sample_config(kind))).config
+        shape = trace(config)
+        assert {core.masked for core in shape.blocks[shape.layers[0]].attention} == {masked}
+
+
 FUSED = {
     "falcon of one key/value head": {
         "model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128,

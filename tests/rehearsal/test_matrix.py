@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.rehearsal_matrix import chosen_cases, judged, rehearse_matrix, rehearsed
+from hocket.jobs.rehearsal_matrix import (
+    chosen_cases,
+    judged,
+    memory_error,
+    rehearse_matrix,
+    rehearsed,
+)
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
+from hocket.jobs.request import request
 from hocket.simulation.nccl import OrderVerdict
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
@@ -203,6 +211,17 @@ def test_predicted_memory_is_within_3_percent(
     assert cell.outcome == OK, cell
     assert cell.memory is not None
     assert abs(cell.memory) < 0.03
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_predicted_memory_of_experts_at_their_real_size(workers: RehearsalWorkers) -> None:
+    """What their outputs are weighted with is gone when their weights have gradients."""
+    given = {"model": "qwen3-30b-a3b", "layout": "dp1", "seq_len": 4096, "dtype": "bf16"}
+    job = prepare_rehearsal(request({**given, "device": "cuda"}), layers=2, rows=2)
+    error = memory_error(rehearse_job(job, workers=workers))
+    assert error is not None
+    assert abs(error) < 0.03
 
 
 @pytest.mark.ranks

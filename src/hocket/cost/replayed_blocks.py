@@ -85,7 +85,7 @@ class BlockBytes:
         moved: to the host's memory between them.
         deferred: matmuls in the order of W. What they need is kept from I to W.
         working: inner gradients at their widest; of the head in the backward of its norm, with
-            what else it saved.
+            what else it saved. working_then: behind the first gradients.
         phases: of I.
         first: indices of the gradients that come while these live; then: of the others.
         values: of its parameters.
@@ -97,6 +97,7 @@ class BlockBytes:
     moved: int
     deferred: tuple[Deferred, ...]
     working: int
+    working_then: int
     phases: tuple[Phase, ...]
     first: tuple[int, ...]
     then: tuple[int, ...]
@@ -162,7 +163,9 @@ def blocks_of(
         deferred = _deferred(job, block, named)
         narrow = narrowing(block)
         first = tuple(i for i, w in named if w.name.startswith(narrow))
-        working = (_head_norm if kind == "head" else _working)(job, block, rows)
+        working, then = _working(job, block, rows) if layer else (0, 0)
+        if kind == "head":
+            working = _head_norm(job, block, rows)
         narrowed = deferred[narrow].input if layer and narrow in deferred else 0
         widest = Phase(taken=0, gradients=first, working=working + narrowed)
         found.append(
@@ -176,6 +179,7 @@ def blocks_of(
                 if layer
                 else (),
                 working=working,
+                working_then=then,
                 first=first,
                 then=tuple(i for i in own if i not in first),
                 values=round(sum(job.elements(w) * w.stored for w in held[at]) * job.element_bytes),
@@ -310,32 +314,39 @@ def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
     return round(product.n * product.count / split * job.microbatch.tokens * job.element_bytes)
 
 
-def _working(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:
-    """Of a layer's inner gradients, with what is not of their width."""
-    whole = job.hidden_bytes - job.stream_bytes
-    return _widest(job, block, saved) + whole + _fp8_bytes(job, block)
+def _working(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> tuple[int, int]:
+    """Of a layer's inner gradients, with what is not of their width: at their widest, and when the
+    first weights have their gradients. Experts' outputs are weighted in fp32, before them: three
+    such tensors, and their gradient in the dtype of the products."""
+    others = job.hidden_bytes - job.stream_bytes + _fp8_bytes(job, block)
+    last = _last_of_experts(block)
+    split = [p for p in last.values() if p.split in ("row", "outside")]
+    weighted = max((p.n * p.count * (3 * 4 + job.element_bytes) for p in split), default=0)
+    inner = _widest(job, block, saved)
+    return max(round(weighted * job.microbatch.tokens), inner) + others, inner + others
+
+
+def _last_of_experts(block: BlockShape) -> dict[str, MatrixProduct]:
+    """The last matmul of each set of experts, by its module."""
+    return {p.name.rpartition(".")[0] or p.name: p for p in block.products if p.groups > 1}
 
 
 def _widest(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> int:
     """Gradients of the widest inner tensors at once: of two (gate and up), or of what an operation
-    gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
-    their gradient in the dtype of the products. Of a recurrence what was traced. `saved`: what the
-    block saves, in bytes."""
+    gave and of what it was given; of a recurrence what was traced. `saved`: what the block saves,
+    in bytes."""
     rows = [p for p in block.products if p.split in ("row", "outside")]
     if not rows or block.kind in ENDS:
         return 0
     down = max(rows, key=lambda p: p.k * p.count)
     tp = job.layout.tp if down.split == "row" else 1
-    widest = 2 * down.k * down.count / tp * job.element_bytes
-    last = {p.name.rpartition(".")[0] or p.name: p for p in block.products if p.groups > 1}
-    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in last.values() if p in rows]
+    by_token = 2 * down.k * down.count / tp * job.element_bytes * job.microbatch.tokens
     inner = [
         nbytes
         for name, nbytes in saved.items()
-        if not name.startswith(("input", *last)) and not _is_index(name)
+        if not name.startswith(("input", *_last_of_experts(block))) and not _is_index(name)
     ]
     traced = [row_bytes(row, job.microbatch) for row in block.saved if row.view == "backward"]
-    by_token = max(widest, *weighted, 0) * job.microbatch.tokens
     return round(max(by_token, 2 * max(inner, default=0), sum(traced)))
 
 

@@ -295,7 +295,7 @@ class _Replay:
             if not halved:
                 live.touch(block.working)
                 stage.come(block.first, halved)
-                live.touch(block.working)
+                live.touch(block.working_then)
             for phase in block.phases if halved else ():
                 live.take(phase.taken)
                 released += phase.taken

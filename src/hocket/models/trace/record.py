@@ -250,11 +250,13 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class TracedKernels(TorchFunctionMode):
-    """Sends attention and dropout to what an accelerator would run."""
+    """Sends attention and dropout to what an accelerator would run. `asked`: modules that asked
+    transformers for their attention, which a GPU computes without a mask."""
 
-    def __init__(self, recorder: OpRecorder) -> None:
+    def __init__(self, recorder: OpRecorder, asked: Sequence[object]) -> None:
         super().__init__()
         self.recorder = recorder
+        self.asked = asked
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -271,7 +273,7 @@ class TracedKernels(TorchFunctionMode):
         inputs = (given["query"], given["key"], given["value"])
         details = {
             "dropout": given.get("dropout_p", 0.0),
-            "masked": given.get("attn_mask") is not None,
+            "masked": given.get("attn_mask") is not None and not self.asked,
         }
         return Flash.apply(*inputs, (self.recorder, details))  # type: ignore[no-untyped-call]
 

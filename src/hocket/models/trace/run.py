@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from hocket.models import skeleton
+from hocket.models.cores import watched
 from hocket.models.lora import is_linear
 from hocket.models.rows import one_sequence_each
 from hocket.models.trace.grouped import GroupedProducts
@@ -105,13 +106,14 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
     parts = {"embedding": recorder.part, "head": TracedPart(traced)}
     parts |= {str(index): TracedPart(traced) for index in picked}
     following = _Layers(recorder, parts, layers, kinds)
-    watched = {f"{name}.{index}" for index in picked}
+    prefixes = {f"{name}.{index}" for index in picked}
     try:
-        watch = _watched(model, name, watched, recorder)
+        watch = _watched(model, name, prefixes, recorder)
         products = GroupedProducts()  # type: ignore[no-untyped-call]
         with fake, products, one_sequence_each(), watch, following, recorder:
             with (
-                TracedKernels(recorder),
+                watched() as asked,
+                TracedKernels(recorder, asked),
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
             ):
                 ids = torch.zeros(traced.rows, traced.sequence, dtype=torch.long)
