@@ -433,7 +433,9 @@ def test_a_run_that_is_not_there_names_those_that_are(
         (tmp_path / "runs" / name / "run.json").write_text("{}")
     said = refused("export", "runs/frist", "--to", "x")
     assert "holds no run" in said
-    assert "did you mean runs/first?" in said
+    assert "hint: hocket export runs/first --to x" in said
+    said = refused("train", "runs/frist", "--resume")
+    assert "hint: hocket train runs/first --resume" in said
     assert "the runs in runs: first, second" in refused("export", "runs/zzzzzz", "--to", "x")
     said = refused("generate", "runs/frist", "--prompt", "x")
     assert "there is no directory runs/frist" in said

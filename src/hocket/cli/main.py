@@ -196,7 +196,11 @@ def print_error(error: HocketError, arguments: list[str], code: int | None = Non
 def _with_near(arguments: list[str], message: str, near: str) -> str | None:
     """The command with a name that the message calls unknown replaced by the nearest; None where
     the name is not an argument of its own."""
-    named = [word for word in arguments[1:] if f"{word!r}" in message or f" {word}:" in message]
+    named = [
+        word
+        for word in arguments[1:]
+        if f"{word!r}" in message or f" {word}:" in message or message.startswith(f"{word} ")
+    ]
     if len(set(named)) != 1 or named[0].startswith("-"):
         return None
     return shlex.join(["hocket", *(near if word == named[0] else word for word in arguments)])

@@ -183,11 +183,10 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
     from hocket.models.source import fetch_again, run_source
 
     if request.run is None:
-        folder = RunFolder(request.model) if request.model else None
-        there = folder is not None and folder.checkpoints.is_dir()
+        if "/" in request.model and Path(request.model).parent.is_dir():
+            RunFolder(request.model).load()  # names the runs that are there
         raise OptionError(
-            "--resume continues a run, and none was named",
-            hint=f"hocket train --run {request.model} --resume" if there else "--run DIR",
+            "--resume continues a run, and none was named", hint="hocket train --run RUN --resume"
         )
     folder = RunFolder(request.run)
     spec = folder.load(trust_remote_code=request.options.trust_remote_code)
