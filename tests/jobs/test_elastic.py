@@ -288,6 +288,8 @@ def test_torchrun_with_fewer_and_with_more_ranks(
     start(3, 9)  # the run is elastic since
     used = layouts(tmp_path, "run")
     assert [used[step].partition(":")[0] for step in (3, 6, 9)] == ["dp2", "dp1", "dp2"]
+    start(1, 3, "--elastic", "--run", "few")  # as if a host was lost before the first checkpoint
+    assert layouts(tmp_path, "few")[3].startswith("dp1")
     equal_to_one_process(tmp_path, "run")
 
 

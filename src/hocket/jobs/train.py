@@ -473,7 +473,15 @@ def _prepare_joined(
             _require(launcher, folder, spec, record)
             _fitted(launcher, folder, spec, record, accumulate=False)
         return folder
-    job = prepare.prepare_job(request, world_size=world_size)
+    asked, fewer = (
+        request.layout,
+        elastic.ranks_there(request, request.options, request.layout, world_size),
+    )
+    if fewer is None:
+        job = prepare.prepare_job(request, world_size=world_size)
+    else:  # a host was lost before the first checkpoint, or has not come yet
+        job = prepare.prepare_job(elastic.chosen_for(request, fewer))
+        job = dataclasses.replace(job, layout=asked)
     folder = prepare.train_folder(request)
     stack.enter_context(lock.locked(folder.path, "train"))
     with Launcher("cpu", threads) as launcher:

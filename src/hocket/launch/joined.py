@@ -173,8 +173,17 @@ def _agreed(store: Store, world: _World) -> int:
             atexit.register(ended.set)
         else:
             name = secrets.token_hex(8)
-            store.set(f"hocket/asked/{store.add('hocket/asked', 1)}", name)
-            _AGREED.append(int(store.get(f"hocket/attempt of/{name}")))
+            try:
+                store.set(f"hocket/asked/{store.add('hocket/asked', 1)}", name)
+                _AGREED.append(int(store.get(f"hocket/attempt of/{name}")))
+            except RuntimeError as error:
+                if not lost_peer(error):
+                    raise
+                raise RankFailure(
+                    f"rank {world.rank} of {world.world_size} lost the store at {world.address}, "
+                    f"port {world.port}, before the run began: rank 0 or who served it has ended",
+                    hint="rank 0, or its launcher, prints the cause",
+                ) from None
     return _AGREED[0]
 
 
