@@ -1,5 +1,5 @@
-"""Write the last two tables of chaos.md from chaos.jsonl and chaos-rerun.jsonl, the `--json` of one
-`hocket chaos` a line.
+"""Write the last three tables of chaos.md from chaos*.jsonl, the `--json` of one `hocket chaos` a
+line.
 
 .venv/bin/python docs/reference/write_chaos.py
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER / "chaos.md"
-TABLES = (FOLDER / "chaos.jsonl", FOLDER / "chaos-rerun.jsonl")
+TABLES = tuple(FOLDER / f"chaos{name}.jsonl" for name in ("", "-rerun", "-spare"))
 END = "<!-- end -->\n"
 
 
