@@ -11,7 +11,12 @@ from hocket.models.experts import skip_absent
 from hocket.models.plans.experts import expert_plan
 from hocket.models.skeleton import build_skeleton
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.expert_parallel import NodeAxes, apply_expert_parallel, gather_experts
+from hocket.runtime.expert_parallel import (
+    NodeAxes,
+    apply_expert_parallel,
+    balancer_of,
+    gather_experts,
+)
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
@@ -142,3 +147,49 @@ def experts(context: Any, layout: str, family: str, routing: str, way: str) -> d
 def _gap(one: Tensor, other: Tensor, scale: float = 0.0) -> float:
     largest = scale or float(other.abs().max()) or 1.0
     return float((one - other).abs().max()) / largest if other.numel() else 0.0
+
+
+def copied(context: Any, layout: str, family: str, way: str) -> dict[str, Any]:
+    """The largest relative difference from one process of the output of experts with copies, as
+    they are placed first and after each of two placements by what the tokens chose; the rows of
+    the rank with most over the mean before and after; and whether all weights are where the tables
+    say."""
+    where = Layout.parse(layout)
+    mesh = Mesh(where, context.rank)
+    whole, holder = block(family), block(family)
+    plan, why = expert_plan(holder, None)
+    assert plan is not None, why
+    count = whole.experts.num_experts
+    placements = {n: Placement.whole(n, tuple(p.shape)) for n, p in holder.named_parameters()}
+    apply_expert_parallel(
+        holder, plan, placements,
+        experts=mesh.axis("expert"), tokens=mesh.axis("tp") if where.tp > 1 else Axis("tp"),
+        recorder=mesh.recorder, redundant=where.ep,
+    )  # fmt: skip
+    module: Any = holder.experts
+    wanted = dict(whole.named_parameters())
+    for name, parameter in holder.named_parameters():
+        for there, here in placements[name].pairs():
+            assert torch.equal(parameter[here], wanted[name][there]), name
+    me = mesh.axis("dp").index
+    given = [tokens_of(rank, "one", count) for rank in range(where.dp)]
+    if way == "gathered":
+        module.config._experts_implementation = "grouped_mm"
+        counts, why = gather_experts(holder, skip_absent)
+        assert counts is not None, why
+        counts.rows = max(len(part[0]) for part in given)
+    hidden, index, weights, _ = given[me]
+    balancer = balancer_of(holder, 1)
+    assert balancer is not None
+    gaps, imbalance = [], []
+    with torch.no_grad():
+        reference = whole.experts(hidden, index, weights)
+        for _ in range(3):
+            gaps.append(_gap(holder.experts(hidden, index, weights), reference))
+            balancer.step()
+            imbalance.append(balancer.imbalance)
+    slots = module.num_experts
+    first = mesh.axis("expert").index * slots
+    mine = module.copies.experts[first : first + slots]
+    held = all(torch.equal(p, wanted[name][mine]) for name, p in holder.named_parameters())
+    return {"gaps": gaps, "imbalance": imbalance, "held": held, "experts": module.copies.experts}

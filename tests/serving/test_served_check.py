@@ -16,7 +16,7 @@ from hocket.jobs.serving import check, server
 from hocket.jobs.serving.check_matrix import served_matrix
 from hocket.jobs.serving.llm import Lent
 from hocket.models import registry
-from hocket.models.samples import switches
+from hocket.models.samples import sample_config, switches
 from hocket.models.source import resolve_model
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
@@ -97,19 +97,34 @@ def test_a_server_is_compared_by_the_command(
     assert "largest difference (limit)" in "\n".join(cli.served_lines(report))
 
 
+@pytest.mark.parametrize("copies", [0, 2])
 @pytest.mark.parametrize("layout", ["dp2.ep2", "tp2.ep2.etp1"])
 def test_experts_over_ranks_answer_as_plain_transformers(
-    lent: Any, tmp_path: Path, layout: str
+    lent: Any, tmp_path: Path, layout: str, copies: int
 ) -> None:
     """With one request at a time a data rank is idle, and a step has fewer tokens than ranks."""
     file, folder = tmp_path / "mixtral.json", tmp_path / "model"
     file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4,
                                 "num_experts_per_tok": 2}))  # fmt: skip
     check.prepare_checked_model(lent, resolve_model(file), folder, proxy=False, seed=0)
-    answers = check.answers_of(lent, folder, layout, check.CheckedSizes())
+    answers = check.answers_of(
+        lent, folder, layout, check.CheckedSizes(),
+        redundant_experts=copies, rebalance_steps=check.REBALANCE,
+    )  # fmt: skip
     (report,) = check.layout_reports(lent, folder, {layout: answers}, tmp_path).values()
     assert report.ok, report.failures
     assert {one.name for one in report.comparisons} >= {"batching", "prefix reuse", "preemption"}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_ranks_of_a_server_leave_by_themselves(lent: Any, tmp_path: Path, kind: str) -> None:
+    """Not killed, and their launcher with them, because rank 0 waits for a channel that a frame
+    holds, which a model keeps alive."""
+    file, folder = tmp_path / "model.json", tmp_path / "model"
+    file.write_text(json.dumps(sample_config(kind)))
+    check.prepare_checked_model(lent, resolve_model(file), folder, proxy=True, seed=0)
+    check.answers_of(lent, folder, "dp2.ep2", check.CheckedSizes())
+    assert lent.alive
 
 
 def test_a_faulty_split_is_rejected_before_ranks_start_and_remembered(

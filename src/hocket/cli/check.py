@@ -75,6 +75,8 @@ class Check:
             fp8.
         kv_cache_dtype: with --serve: the cache in fp8 (e4m3), compared with plain transformers
             whose cache quantizes keys and values. One of: auto, bf16, fp8.
+        redundant_experts: with --serve: copies of experts over the ranks of ep, placed again every
+            few steps.
         matrix: check a tiny model of every type that transformers has, at every kind of layout.
         quick: with --matrix: two layouts that cover every axis.
         types: with --matrix: only these model types; TYPE+ is its second configuration, with
@@ -109,6 +111,7 @@ class Check:
     serve: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    redundant_experts: int = 0
     matrix: bool = False
     quick: bool = False
     types: Types = ()
@@ -128,12 +131,12 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
-    for name in ("quantization", "kv_cache_dtype"):
+    for name in ("quantization", "kv_cache_dtype", "redundant_experts"):
         if name in said:
             flag = name.replace("_", "-")
             raise OptionError(
                 f"--{flag} is an option of servers",
-                hint=f"hocket check {flags.model} --serve --{flag} fp8",
+                hint=f"hocket check {flags.model} --serve --{flag} {said[name]}",
             )
     if not flags.model:
         raise OptionError("no model was named", hint="hocket check tiny-llama --layout dp2")

@@ -86,7 +86,8 @@ TOPICS = {
     )),
     "engine": ("batch, key/value cache, sampling", (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "quantization",
-        "kv_cache_dtype", "cache_memory", "num_blocks", "no_prefix_cache", "generation_config",
+        "redundant_experts", "rebalance_steps", "kv_cache_dtype", "cache_memory",
+        "num_blocks", "no_prefix_cache", "generation_config",
         "max_new_tokens", "temperature", "top_k", "top_p",
     )),
     "forecast": ("machine to predict for; what is ranked, and why; files of other tools", (

@@ -58,6 +58,7 @@ class RehearseFlags:
         kv_cache_dtype: with --serve, precision of the key/value cache. One of: auto, bf16, fp8.
         quantization: with --serve, precision of the weights of linear layers and experts
             (default: that of --dtype). One of: fp8.
+        redundant_experts: with --serve, copies of experts over the ranks of ep.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
         json: print one JSON object, and nothing else on stdout; with --matrix one per job.
         matrix: rehearse tiny models under every schedule, layout and option.
@@ -90,6 +91,7 @@ class RehearseFlags:
     trust_remote_code: bool = False
     kv_cache_dtype: str = "auto"
     quantization: Text = None
+    redundant_experts: int = 0
     serve: bool = False
     json: bool = False
     matrix: bool = False
@@ -125,6 +127,11 @@ def main(arguments: Sequence[str]) -> int:
     if flags.kv_cache_dtype != "auto":
         raise OptionError(
             "--kv-cache-dtype is of a server's cache, and this rehearses a training step",
+            hint="--serve",
+        )
+    if flags.redundant_experts:
+        raise OptionError(
+            "--redundant-experts copies experts of a server, and this rehearses a training step",
             hint="--serve",
         )
     if flags.quantization is not None:
@@ -194,6 +201,7 @@ def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
         trust_remote_code=flags.trust_remote_code,
         quantization=flags.quantization,
         kv_cache_dtype=flags.kv_cache_dtype,
+        redundant_experts=flags.redundant_experts,
     )
     return print_serving(spec, gpu=flags.gpu, as_json=flags.json)
 

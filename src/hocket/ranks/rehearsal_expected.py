@@ -83,7 +83,7 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
     assert sizes.max_num_batched_tokens is not None
     assert sizes.max_num_seqs is not None
     replica = MeasuredReplica(
-        shape=shape_here(spec),
+        shape=shape_here(spec).with_copies(sizes.redundant_experts),
         layout=spec.layout,
         dtype=spec.workload.dtype,
         cpu=False,

@@ -113,6 +113,7 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
         if channel is not None:
             with mesh.recorder.in_phase("microbatch"):
                 follow(channel, part)
+            channel.close()  # rank 0 waits for it; a frame that a model keeps alive would hold it
             return
         assert every is not None
         found = doors.parent.accept(PARENT_WAIT, MAX_COMMAND)
@@ -184,6 +185,7 @@ def build_part(
         ModelError: the cache holds less than one request may need, or the model's layers cannot
             be served from a paged cache.
     """
+    from hocket.runtime.expert_parallel import balancer_of
     from hocket.schedules.registry import build_schedule
     from hocket.serving.engine import attention
     from hocket.serving.engine.cache import cache_dtype
@@ -259,8 +261,9 @@ def build_part(
                 structures=structures, last=runner.last_tokens,
             )  # fmt: skip
     part = StagePart(
-        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=plans
-    )
+        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=plans,
+        balancer=balancer_of(stage.module, options.rebalance_steps),
+    )  # fmt: skip
     limits = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=block_size,

@@ -136,8 +136,9 @@ class ServingRehearsal:
         recorder = Actions(rank, device)
         mesh = Mesh(spec.layout, rank, device, recorder)
         parallel = parallelize(
-            self.skeleton, spec.layout, self.plan, mesh=mesh, schedule=self.schedule
-        )
+            self.skeleton, spec.layout, self.plan, mesh=mesh, schedule=self.schedule,
+            redundant_experts=options.redundant_experts,
+        )  # fmt: skip
         (stage,) = parallel.stages
         stages = mesh.axis("pp").size
         over = mesh.axis("cp")

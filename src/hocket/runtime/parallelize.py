@@ -54,6 +54,7 @@ def parallelize(
     labels_shifted: bool = False,
     context_parallel: str = "auto",
     expert_dispatch: str = "direct",
+    redundant_experts: int = 0,
     kind: type[Parallel] = Parallel,
 ) -> Parallel:
     """Take this rank's part of `module`. Call on every rank of the world with equal arguments.
@@ -79,6 +80,8 @@ def parallelize(
             `auto` (`runtime.context_parallel.ContextParallel`). The module's attention must go
             through it; a loss function of the caller's is given shifted labels.
         expert_dispatch: `direct` or `node:RANKS` (`spec.expert_dispatch`).
+        redundant_experts: copies of experts over the ranks of ep, for inference
+            (`runtime.expert_parallel.copies`).
         kind: the class of what is returned.
 
     Raises:
@@ -132,6 +135,7 @@ def parallelize(
                 tokens=mesh.axis("tp") if tokens_replicated else Axis("tp"),
                 recorder=mesh.recorder,
                 nodes=nodes,
+                redundant=redundant_experts,
             )
         if layout.cp > 1:
             given = ContextParallel(mesh.axis("cp"), mesh.recorder, context_parallel)

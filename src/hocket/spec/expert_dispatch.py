@@ -88,3 +88,30 @@ def num_nodes(text: str, layout: Layout) -> int:
     ranks = parse_dispatch(text)[1]
     groups = [] if ranks is None else node_groups(layout, ranks)
     return len(groups[1][1][0]) if groups else 0
+
+
+def check_copies(number: int, layout: Layout, experts: int) -> None:
+    """Raise LayoutError for copies of experts (`--redundant-experts`) that the ranks of a layout
+    cannot hold.
+
+    Args:
+        number: of copies in each layer. experts: of the model, in each layer.
+    """
+    ep = layout.ep
+    if not number:
+        return
+    if not experts or ep == 1:
+        why = "the model has no experts" if not experts else "every rank holds all experts"
+        raise LayoutError(
+            f"--redundant-experts {number} copies experts over ranks (ep); {why} at "
+            f"{layout.axes_text()}",
+            hint="--redundant-experts 0" if not experts else "--layout dp2.ep2",
+        )
+    most = experts * (ep - 1)
+    if number % ep or number > most:
+        fit = min(-(-number // ep) * ep, most)
+        raise LayoutError(
+            f"--redundant-experts {number}: it is a multiple of ep {ep}, and at most {most}, with "
+            f"which each rank holds all {experts} experts",
+            hint=f"--redundant-experts {fit}",
+        )

@@ -294,6 +294,31 @@ class ModelShape:
         }
         return dataclasses.replace(self, blocks=blocks)
 
+    def with_copies(self, redundant: int) -> ModelShape:
+        """With so many more experts in each layer that has some: copies, which hold memory, and
+        take tokens off what they are copies of."""
+        if not redundant:
+            return self
+
+        def enlarged(block: BlockShape) -> BlockShape:
+            groups = max((p.groups for p in block.products), default=1)
+            if groups == 1:
+                return block
+            more = tuple(
+                dataclasses.replace(p, groups=p.groups + redundant) if p.groups > 1 else p
+                for p in block.products
+            )
+            weights = tuple(
+                dataclasses.replace(w, elements=w.elements // groups * (groups + redundant))
+                if w.split == "expert"
+                else w
+                for w in block.weights
+            )
+            return dataclasses.replace(block, products=more, weights=weights)
+
+        blocks = {kind: enlarged(block) for kind, block in self.blocks.items()}
+        return dataclasses.replace(self, blocks=blocks)
+
     @property
     def handed_width(self) -> int:
         """Earlier inputs that the widest convolution along the sequence reads; 0: there is none."""

@@ -36,6 +36,9 @@ class ServeOptions:
         kv_cache_dtype: precision of the key/value cache: auto (that of --dtype), bf16, or fp8
             (e4m3, half the bytes; on CPUs and on GPUs of compute capability 8.9 or higher). One of:
             auto, bf16, fp8.
+        redundant_experts: copies of experts in each layer, over the ranks of ep together: of those
+            that most tokens choose, so that the ranks' loads are even.
+        rebalance_steps: steps after which the copies are placed again, by the tokens since.
         served_model_name: model name in the API (default: the name of the model folder).
         max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,
             2048 on CUDA).
@@ -70,6 +73,8 @@ class ServeOptions:
     insecure: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    redundant_experts: int = 0
+    rebalance_steps: int = 1000
     served_model_name: str | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None

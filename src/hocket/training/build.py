@@ -195,6 +195,7 @@ def build_model(
         labels_shifted=labels_shifted,
         context_parallel=options.context_parallel,
         expert_dispatch=options.expert_dispatch,
+        redundant_experts=0 if spec.serving is None else spec.serving.redundant_experts,
     )
     parallel.forward_only = spec.command == "serve"
     weights = [

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, RankFailure
+from hocket.spec.expert_dispatch import check_copies
 from hocket.spec.layout import Layout
 from hocket.spec.run import Workload
 from hocket.spec.served_check import ServedCheck
@@ -53,6 +54,10 @@ BLOCK = {"cpu": 4, "cuda": 16}
 ROWS, CROWD, ALTERNATIVES = 8, 4, 20
 """Requests at once at most; those that together outgrow the cache; most probable tokens whose
 log-probabilities are compared."""
+
+
+REBALANCE = 3
+"""Steps after which copies of experts are placed again, so that a check sees it many times."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,8 @@ def served_check(
     Args:
         values: `model`, `layout`, and options of `hocket serve` that change what is computed:
             `backend`, `threads`, `device`, `attention`, `seed`, `trust_remote_code`,
-            `quantization`, `kv_cache_dtype`. A model without weights gets random ones.
+            `quantization`, `kv_cache_dtype`, `redundant_experts`. A model without weights gets
+            random ones.
         on_event: called with `{"event": "phase", "name"}`.
 
     Raises:
@@ -110,7 +116,8 @@ def served_check(
             hint="run it without torchrun",
         )
     few, cached = values.get("quantization"), values.get("kv_cache_dtype", "auto")
-    own = ("quantization", "kv_cache_dtype")
+    copies = values.get("redundant_experts") or 0
+    own = ("quantization", "kv_cache_dtype", "redundant_experts")
     wanted = request({name: value for name, value in values.items() if name not in own})
     if wanted.workload.dtype != "fp32":
         raise OptionError(
@@ -123,6 +130,7 @@ def served_check(
     source = resolve_model(wanted.model, trust_remote_code=options.trust_remote_code)
     require_cached(cached, "fp32", source.config, cuda=options.device == "cuda")
     layout = serve_request.legal_server_layout(source, wanted.layout, "cpu")
+    check_copies(copies, layout, source.dimensions.num_experts)
 
     def say(name: str) -> None:
         if on_event is not None:
@@ -150,7 +158,7 @@ def served_check(
             launcher, directory, wanted.layout, checked_sizes(source, longest,
             launcher.device_kind),
             restart=True, emulated=few is not None, attention=options.attention, quantization=few,
-            kv_cache_dtype=cached,
+            kv_cache_dtype=cached, redundant_experts=copies, rebalance_steps=REBALANCE,
             trust_remote_code=options.trust_remote_code, **shared,
         )  # fmt: skip
         say("plain transformers")

@@ -176,7 +176,8 @@ def _servers(
         shape = gpu_run.planner_shape(spec, launcher)
         dtype = server.request.workload.dtype
         of_weights = server.options.quantization or ("bf16" if dtype == "fp32" else dtype)
-        servers = GpuServers(shape, gpus, precision=of_weights)
+        copied = shape.with_copies(server.options.redundant_experts)
+        servers = GpuServers(copied, gpus, precision=of_weights)
         return servers, list(_over_experts(meshes(shape, gpus.num_gpus), shape))
     measured = forecast.measurements(cluster, server.device)
     if measured is None:
@@ -185,7 +186,8 @@ def _servers(
 
     machine = forecast.run_machine(spec, measured)
     shape = forecast.run_shape(spec, launcher)
-    return MeasuredServers(shape, machine), meshes(shape, max(1, measured.host.cores))
+    copied = shape.with_copies(server.options.redundant_experts)
+    return MeasuredServers(copied, machine), meshes(shape, max(1, measured.host.cores))
 
 
 def _over_experts(layouts: Iterable[Layout], shape: ModelShape) -> Iterator[Layout]:

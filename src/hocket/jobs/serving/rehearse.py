@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs.serving.eight_bits import require_cached
 from hocket.spec.capabilities import refused_quantization
 from hocket.spec.errors import OptionError
+from hocket.spec.expert_dispatch import check_copies
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import NOT_SEEN, RankRehearsal, RehearsedDevice
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -194,6 +195,7 @@ def replica_spec(
         source = dataclasses.replace(source, config=config_with_layers(source.config, layers))
     found = legal_server_layout(source, replica_layout(layout), "cpu")
     options = _sizes(ServeOptions(**sizes), source, "cuda")
+    check_copies(options.redundant_experts, found, source.dimensions.num_experts)
     return RunSpec(
         model=source.repo or model,
         config=dict(source.config),

@@ -26,6 +26,7 @@ from hocket.jobs.serving.joined import joined_world
 from hocket.spec import renamed
 from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.expert_dispatch import check_copies
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 from hocket.spec.serving import BLOCK_SIZE, ServeOptions, replica_layout
@@ -164,6 +165,12 @@ def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServ
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
     sizes = _sizes(options, source, device)
     context.require_divided_blocks(sizes.block_size or BLOCK_SIZE, layout)
+    if sizes.redundant_experts and wanted.auto:
+        raise OptionError(
+            "--layout auto places no copies of experts (--redundant-experts)",
+            hint="--layout dp2.ep2",
+        )
+    check_copies(sizes.redundant_experts, layout, source.dimensions.num_experts)
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
     keys, warnings = _keys(options)
     if options.chat_template_file is not None:
@@ -301,7 +308,8 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
         ("port", 0, 65535), ("metrics_port", 0, 65535), ("max_num_batched_tokens", 1, 2**20),
         ("max_model_len", 2, LONGEST), ("max_num_seqs", 1, 65535), ("block_size", 1, 1024),
         ("num_blocks", 1, 2**31 - 1), ("max_queue", 0, 10**6), ("deadline", 0.001, 1e9),
-        ("drain_seconds", 0, 1e6), ("max_restarts", 0, 10**6),
+        ("drain_seconds", 0, 1e6), ("max_restarts", 0, 10**6), ("redundant_experts", 0, 10**6),
+        ("rebalance_steps", 1, 10**9),
     ):  # fmt: skip
         value = getattr(options, name)
         if value is not None and not least <= value <= most:

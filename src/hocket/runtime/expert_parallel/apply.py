@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from hocket.runtime.expert_parallel.copies import ExpertBalancer, ExpertCopies
 from hocket.runtime.expert_parallel.experts import ExpertParallelExperts, sharded_experts_class
 from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.expert_parallel.two_level import NodeAxes
@@ -27,6 +28,7 @@ def apply_expert_parallel(
     tokens: Axis,
     recorder: Recorder,
     nodes: NodeAxes | None = None,
+    redundant: int = 0,
 ) -> None:
     """Keep this rank's experts of `module`, in place, and note where they are in `placements`.
 
@@ -44,9 +46,10 @@ def apply_expert_parallel(
         recorder: of their messages.
         nodes: the ranks of `experts` as nodes, to each of which a token is sent once. None: a row
             is sent for each choice.
+        redundant: copies of experts in each module, over all ranks, besides one of each.
 
     Raises:
-        LayoutError: the number of experts does not divide.
+        LayoutError: the number of experts, or of copies, does not divide.
     """
     for name, child in list(module.named_modules()):
         parameters = dict(child.named_parameters(recurse=False))
@@ -56,16 +59,24 @@ def apply_expert_parallel(
         kind: Any = type(child)
         if own.num_experts % experts.size:
             raise LayoutError(f"{own.num_experts} experts do not divide over ep {experts.size}")
-        count = own.num_experts // experts.size
-        first = experts.index * count
+        if redundant % experts.size:
+            raise LayoutError(f"{redundant} copies of experts do not divide over ep {experts.size}")
+        every = list(range(own.num_experts))
+        copies = None
+        if redundant:
+            every = _with_copies(every, redundant, experts.size)
+            copies = ExpertCopies.of(every, own.num_experts, experts.size)
+        count = len(every) // experts.size
+        mine = every[experts.index * count : (experts.index + 1) * count]
         for key, parameter in parameters.items():
             full = f"{name}.{key}"
-            placements[full] = _placed(placements[full], first, count)
+            placements[full] = _placed(placements[full], mine)
             if experts.size > 1:
-                kept = parameter.detach()[first : first + count].clone()
+                kept = parameter.detach()[mine].clone()
                 child._parameters[key] = nn.Parameter(kept, parameter.requires_grad)
         own.num_experts = count
         own.__class__ = sharded_experts_class(kind)
+        own.copies = copies
         own.experts_axis, own.tokens_axis, own.experts_recorder = experts, tokens, recorder
         own.node_axes = nodes
         if not isinstance(getattr(child, "axis", None), Axis):
@@ -95,25 +106,53 @@ def gather_experts(
     return gathered, ""
 
 
-def _placed(placement: Placement, first: int, count: int) -> Placement:
-    """The placement with `count` experts from number `first` on, which are dim 0."""
+def balancer_of(module: nn.Module, every: int) -> ExpertBalancer | None:
+    """What places the copies of a stage's experts again every so many steps; None: it has none."""
+    both = [m for m in module.modules() if isinstance(m, ExpertParallelExperts)]
+    found = [m for m in both if m.copies is not None]
+    return ExpertBalancer(found, every) if found else None
+
+
+def _with_copies(experts: list[int], redundant: int, ranks: int) -> list[int]:
+    """Experts in order, and on each rank as many copies of the first of the next ranks."""
+    count, more = len(experts) // ranks, redundant // ranks
+    found: list[int] = []
+    for first in range(0, len(experts), count):
+        found += [experts[(first + i) % len(experts)] for i in range(count + more)]
+    return found
+
+
+def _placed(placement: Placement, experts: list[int]) -> Placement:
+    """The placement with these experts, which are dim 0."""
     blocks = []
     for block in placement.blocks:
         assert block.start[0] == 0, placement
         assert block.size[0] == placement.shape[0], placement
-        blocks.append(
-            TensorBlock(
-                start=(first, *block.start[1:]),
-                local=block.local,
-                size=(count, *block.size[1:]),
-                copies=block.copies,
+        for place, first, count in _runs(experts):
+            blocks.append(
+                TensorBlock(
+                    start=(first, *block.start[1:]),
+                    local=(place, *block.local[1:]),
+                    size=(count, *block.size[1:]),
+                    copies=block.copies,
+                )
             )
-        )
     return dataclasses.replace(
         placement,
-        local_shape=(count, *placement.local_shape[1:]),
+        local_shape=(len(experts), *placement.local_shape[1:]),
         blocks=tuple(blocks),
         sharded=(*placement.sharded, "ep"),
         replicated=(),
         grad_sum=(),
     )
+
+
+def _runs(experts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(place, first expert, number) of experts that follow each other."""
+    place = 0
+    while place < len(experts):
+        end = place + 1
+        while end < len(experts) and experts[end] == experts[end - 1] + 1:
+            end += 1
+        yield place, experts[place], end - place
+        place = end

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_gather
+from hocket.runtime.expert_parallel.copies import ExpertCopies
 from hocket.runtime.expert_parallel.dispatch import Routes, combine_experts, dispatch, route
 from hocket.runtime.expert_parallel.gathered import (
     GatheredTokens,
@@ -64,6 +65,8 @@ class ExpertParallelExperts(nn.Module):
         gathered: the steps whose tokens are gathered over the experts' ranks instead of dispatched
             to them, so that the host reads nothing; the module's own forward then skips choices of
             `num_experts`. None: none.
+        copies: where experts with several copies are; `num_experts` are then this rank's slots, and
+            `load` is of them. None: every expert is there once.
     """
 
     experts_axis: Axis
@@ -73,6 +76,7 @@ class ExpertParallelExperts(nn.Module):
     num_experts: int
     load: Tensor | None = None
     gathered: GatheredTokens | None = None
+    copies: ExpertCopies | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         shape, width = hidden_states.shape, hidden_states.shape[-1]
@@ -89,6 +93,8 @@ class ExpertParallelExperts(nn.Module):
             gathered = None
         if gathered and tokens_axis.size > 1 and tokens_axis.ranks == self.experts_axis.ranks:
             # All ranks have all tokens: each computes its experts, and one all-reduce sums them.
+            if self.copies is not None:
+                index = self.copies.chosen(index, 0)
             hidden, weights = copy_two_to_axis(hidden, weights, tokens_axis, recorder)
             out = self._of_present(hidden, index, weights)
             return reduce_from_axis(out, tokens_axis, recorder).view(shape)
@@ -99,6 +105,8 @@ class ExpertParallelExperts(nn.Module):
             hidden, weights = _Part.apply(  # type: ignore[no-untyped-call]
                 hidden, weights, sizes, (tokens_axis, recorder)
             )
+        if self.copies is not None:
+            index = self.copies.chosen(index, self.experts_axis.index)
         if gathered is not None:
             widest = gathered.rows
             most = sizes[0] if widest is None else -(-widest // tokens_axis.size)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hocket.runtime.collectives import CollectiveWork, irecv, isend
+from hocket.runtime.expert_parallel.copies import ExpertBalancer
 from hocket.runtime.mesh import Mesh
 from hocket.serving.engine.device_sampler import DeviceSampler, Sampled
 from hocket.serving.scheduling.step import StepPlan, StepResult
@@ -62,6 +63,7 @@ class StagePart:
         mesh: the replica's ranks.
         hidden_size, dtype: of what travels between stages.
         depth: plans in flight: a send that so many plans have followed has been received.
+        balancer: places copies of experts, between steps.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StagePart:
         hidden_size: int,
         dtype: torch.dtype,
         depth: int,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         self.runner, self.sampler, self.mesh = runner, sampler, mesh
         self.axis = mesh.axis("pp")
@@ -81,6 +84,7 @@ class StagePart:
         self.is_last = self.stage == self.axis.size - 1
         assert (sampler is not None) == (self.is_last and mesh.axis("cp").index == 0)
         self.hidden_size, self.dtype, self.depth = hidden_size, dtype, depth
+        self.balancer = balancer
         # NCCL runs the messages of a communicator in the order in which they are enqueued: behind
         # the receive of a later plan, the send of this one would wait for the stage before.
         self._early = mesh.device.type == "cpu"
@@ -115,6 +119,8 @@ class StagePart:
         hidden = self._receive(plan.number) if self.stage else None
         if self.sampler is not None:
             self.sampler.begin(plan)
+        if self.balancer is not None:
+            self.balancer.step()
         start = self.recorder.mark()
         output = self.runner.run(plan, hidden)
         self._note(start, "compute", FORWARD, plan.number)
