@@ -158,16 +158,16 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         "|---|---|",
         *(f"| {_column(i)} | `{layout}` |" for i, layout in enumerate(layouts)),
         "",
-        "`=` equal, `-` refused, `X` different, `!` crashed. *ratio*: the largest difference of "
-        "all, as a share of what is allowed. *i*: the tensor plan is inferred.",
+        "`=` equal, `-` rejected, `X` different, `!` crashed. *ratio*: the largest difference of "
+        "all, relative to what is allowed. *i*: the tensor plan is inferred.",
         "",
         "| type | " + " | ".join(_column(i) for i in range(len(layouts))) + " | ratio | |",
         "|---|" + "---|" * (len(layouts) + 2),
         *(_line(row, layouts) for row in rows),
         "",
-        "## What is refused, and why",
+        "## What is rejected, and why",
         "",
-        *_reasons(every),
+        *(line.replace("refused: ", "") for line in _reasons(every)),
         "## Blocks that tensor parallelism replicates",
         "",
         *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note and row.kind in split),
@@ -180,7 +180,7 @@ def page(rows: tuple[TypeRow, ...]) -> str:
 
 
 def _counts(found: Matrix) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
+    return ", ".join(f"{count} {_rejected(outcome)}" for outcome, count in found.outcomes().items())
 
 
 def _line(row: TypeRow, layouts: tuple[str, ...]) -> str:

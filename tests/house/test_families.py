@@ -78,3 +78,18 @@ def test_kept_rows_lose_nothing_but_digits(writer: Any) -> None:
     assert first.cell("dp1").ratio == 0.123457
     assert [*others, *first.cells[1:]] == [rows[1], *cells[1:]]
     assert (first.num_parameters, first.switches) == (7, "x=True")
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_the_page_on_experts_counts_types_as_the_rows_do(writer: Any, served: bool) -> None:
+    layouts = ("dp2.ep2", "tp2.ep2.etp1") if served else ("dp2.ep2",)
+    rows = writer.read(writer.SERVED_ROWS if served else writer.ROWS)
+    equal = [
+        row.kind
+        for row in rows
+        if not row.kind.endswith(SWITCHED)
+        and all((cell := row.cell(text)) and cell.outcome == "equal" for text in layouts)
+    ]
+    page = (REFERENCE.parent / "concepts" / "expert-parallel.md").read_text()
+    named = "types of [the serving matrix]" if served else "types](../reference/families.md)"
+    assert f"{len(equal)} {named}" in page
