@@ -344,6 +344,10 @@ def _from(flags: PlanFlags, written: frozenset[str]) -> int:
     return 0
 
 
+SERVICE_WIDTH = 125
+"""Columns of a service's plan where there is no terminal."""
+
+
 def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     for name in TRAINING:
         if name in written:
@@ -390,7 +394,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     elif flags.emit is not None:
         print(run_as.emitted_deployment(found[0], flags.emit), end="")
     else:
-        show_text(serve_table.plans_text(found))
+        show_text(serve_table.plans_text(found), most=SERVICE_WIDTH)
         if flags.weights is None and (stored := stored_of(flags.model, serve=True)):
             print(stored)
         if (words := run_as.serve_command(found)) is not None:

@@ -22,11 +22,10 @@ def terminal() -> tuple[bool, int]:
     return color, shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-def show_text(text: str, end: str = "\n") -> None:
-    """Print words and tables, in a terminal within its columns."""
-    if sys.stdout.isatty():
-        text = fit_width(text, terminal()[1])
-    print(text, end=end, flush=True)
+def show_text(text: str, end: str = "\n", most: int | None = None) -> None:
+    """Print words and tables, in a terminal within its columns, elsewhere within `most`."""
+    width = terminal()[1] if sys.stdout.isatty() else most
+    print(text if width is None else fit_width(text, width), end=end, flush=True)
 
 
 _RULE = re.compile(r" *-+(  -+)+ *")
