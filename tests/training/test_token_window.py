@@ -242,6 +242,34 @@ def test_an_error_of_the_stream_is_raised_where_a_rank_waits(
             list(every)
 
 
+def test_a_manifest_cannot_have_a_rank_wait_for_windows_that_nobody_makes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a word. " * 400)
+    tokens = prepare_data(
+        tmp_path / "data", byte_tokenizer(), [str(tmp_path / "a.txt")], seq_len=SEQ_LEN,
+        global_batch=BATCH,
+    )  # fmt: skip
+    dataclasses.replace(tokens, window=2).save(tmp_path / "data")
+    with pytest.raises(DataError, match="is not a manifest of token files: window is 2 with"):
+        Tokens.load(tmp_path / "data")
+    tokens = dataclasses.replace(tokens, window=2, train_documents=0).save(tmp_path / "data")
+    for reads in (
+        lambda: verify_tokens(tmp_path / "data", SEQ_LEN),
+        lambda: open_dataset(tmp_path / "data", TRAIN, tokens, SEQ_LEN),
+    ):
+        with pytest.raises(DataError, match=r"windows of a stream, and tokens\.bin is there"):
+            reads()
+
+
+def test_a_manifest_cannot_have_larger_windows_made(job: JobRequest) -> None:
+    folder = prepared(job)
+    dataclasses.replace(Tokens.load(folder.data), window=1 << 50).save(folder.data)
+    with pytest.raises(DataError, match=f"8000B, makes windows of {SAMPLES}"):
+        window_maker(folder, job)
+    options = dataclasses.replace(job.options, token_window=None)
+    with pytest.raises(DataError, match="none, makes windows of 0"):
+        window_maker(folder, dataclasses.replace(job, options=options))
+
+
 def test_a_start_reads_nothing_before_its_window(job: JobRequest, tmp_path: Path) -> None:
     """The lines before it are spoiled, of the same size: reading one would be an error. Of
     several files, too."""

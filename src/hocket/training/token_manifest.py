@@ -181,8 +181,12 @@ class Tokens:
                 parts = sum(getattr(one, name) for one in self.mixture)
                 if parts != total:
                     raise ValueError(f"the sources of the mixture have {parts} {name}, not {total}")
-        if self.window and (self.packing != ACROSS or self.flags or self.mixture):
-            raise ValueError(f"window is {self.window} with flags, rows or a mixture")
+        if self.window and (
+            self.packing != ACROSS or self.flags or self.mixture or self.train_documents
+        ):
+            raise ValueError(
+                f"window is {self.window} with flags, rows, a mixture or counted documents"
+            )
         if self.packing != ACROSS and not self.flags:
             raise ValueError(f"packing is {self.packing!r}, and there are no flags")
 
@@ -216,6 +220,9 @@ class Tokens:
 
     def require_sizes(self, folder: Path, seq_len: int) -> None:
         """Refuse token files that are missing, cut short or grown. Raises DataError."""
+        if self.window and (folder / TRAIN).exists():  # a rank would wait for a window that no
+            # process makes: the run has none
+            raise _changed(folder / MANIFEST, f"it has windows of a stream, and {TRAIN} is there")
         for name, size in self.sizes(seq_len).items():
             _require_size(folder / name, size)
 

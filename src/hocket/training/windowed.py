@@ -17,12 +17,12 @@ import numpy as np
 from hocket.spec.checkpoint import resumable_checkpoints
 from hocket.spec.errors import DataError, HocketError
 from hocket.spec.run import RunFolder, TrainOptions, Workload
-from hocket.spec.units import format_bytes
+from hocket.spec.units import format_bytes, parse_bytes
 from hocket.training import data_paths, data_sources
 from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_sources import DocumentPlace
 from hocket.training.token_files import write_tokens
-from hocket.training.token_manifest import TRAIN, VALID, Tokens
+from hocket.training.token_manifest import MANIFEST, TRAIN, VALID, Tokens
 from hocket.training.token_window import (
     MARKS,
     PARTS,
@@ -148,9 +148,18 @@ def window_maker(
     """What makes the windows of a run; None where all of its tokens are on disk.
 
     Raises:
-        DataError: the data is not there.
+        DataError: the data is not there, or the manifest has windows of another size than the
+            run's option makes.
     """
     tokens, options, workload = Tokens.load(folder.data), job.options, job.workload
+    size = parse_bytes(options.token_window) if options.token_window else 0
+    samples = window_samples(size, np.dtype(tokens.dtype).itemsize, workload.seq_len)
+    if tokens.window != samples:
+        raise DataError(
+            f"{folder.data / MANIFEST} has windows of {tokens.window} sequences, and the run's "
+            f"--token-window, {options.token_window or 'none'}, makes windows of {samples}",
+            hint=f"a copy of {folder.data} as it was, or a new run from the data: another --run",
+        )
     if not tokens.window:
         return None
     tokenizer = Tokenizer.load(folder.data, trust_remote_code=options.trust_remote_code)
