@@ -416,7 +416,8 @@ def test_what_a_family_cannot_do_is_rejected_with_its_reason(
 
     def rehearsed() -> None:
         if step == "train":
-            rehearse_job(of("dp1", model=str(tmp_path)), workers=workers)
+            # All positions of a proxy model: ProphetNet fails on the last.
+            rehearse_job(of("dp1", model=str(tmp_path), seq_len=128), workers=workers)
         else:
             spec = serving.replica_spec(str(tmp_path), Layout.parse("tp2"))
             serving.rehearse_replica(spec, workers=workers)

@@ -172,8 +172,9 @@ def test_plan_prints_the_old_keys(capsys: Any) -> None:
 
 
 def test_old_names_and_synonyms_are_not_in_help() -> None:
-    # `plan` has them, and `serve` explains them.
+    # `plan` or `models` has them, and `serve` explains them.
     shown = {n for verb in VERBS for n in FLAGS[verb]} - {
+        "gpus",
         "links",
         "quantization",
         "gpu_memory_utilization",
