@@ -101,6 +101,10 @@ def context(
 ) -> Any:  # fmt: skip
     """`matrix` with `--context-parallel KIND` and `--expert-dispatch DISPATCH`."""
     found = []
+    if dispatch == "deepep":
+        from tests.runtime import deep_ep_emulated
+
+        deep_ep_emulated.install()
     for family, layout in cases:
         spec = spec_of(family, layout)
         spec = dataclasses.replace(

@@ -115,6 +115,20 @@ def test_a_token_once_for_each_node_changes_nothing(ranks: RankPool, folder: Pat
         assert checked.ok, (family, layout, checked.failures)
 
 
+def test_a_library_that_moves_tokens_changes_nothing(ranks: RankPool, folder: Path) -> None:
+    cases = [
+        ("mixtral", "dp2.ep2:microbatches=2,recompute=full"),
+        ("gpt_oss", "dp2.ep2:zero=3"),
+    ]
+    found = ranks.run(
+        "tests.check.cases:context", 2, folder=str(folder), cases=cases, dispatch="deepep",
+        timeout=120.0,
+    )  # fmt: skip
+    for family, layout, report, _ in found[0]:
+        checked = CheckReport.from_json(json.dumps(report))
+        assert checked.ok, (family, layout, checked.failures)
+
+
 @pytest.mark.parametrize(("fault", "family", "layout", "seen"), FAULTS)
 def test_a_fault_is_found(
     ranks: RankPool, folder: Path, fault: str, family: str, layout: str, seen: str

@@ -20,6 +20,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Handed
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.training.build import build_model
+from tests.runtime import deep_ep_emulated
 
 ROWS, S, H, V = 4, 16, 32, 64
 
@@ -130,6 +131,8 @@ def recorded_and_expected(
 ) -> Any:  # fmt: skip
     """One step of `model`: (what the recorder counted, what theory says)."""
     split, config = Layout.parse(layout), CONFIGS[model]
+    if expert_dispatch == "deepep":
+        deep_ep_emulated.install()
     mesh = Mesh(split, context.rank, "cpu")
     plan, parallel = _built(
         split, config, mesh, bucket_mb, dropout, context_parallel, expert_dispatch
@@ -152,6 +155,7 @@ def recorded_and_expected(
             bucket_bytes=bucket_mb * 1e6,
             experts_per_token=config.get("num_experts_per_tok", 0),
             expert_nodes=num_nodes(expert_dispatch, split),
+            experts_by_library=expert_dispatch == "deepep",
             context_parallel=context_parallel,
         ),
         [

@@ -130,6 +130,17 @@ def test_a_token_once_for_each_node(ranks: RankPool, layout: str) -> None:
                 assert row["bytes"] < row["expected_bytes"]
 
 
+@pytest.mark.parametrize("layout", ["dp2.ep2", "dp2.ep2:microbatches=2,recompute=full"])
+def test_tokens_that_a_library_moves(ranks: RankPool, layout: str) -> None:
+    found = ranks.run(
+        "tests.cost.cases:recorded_and_expected", 2,
+        layout=layout, model="mixtral", expert_dispatch="deepep",
+    )  # fmt: skip
+    for pair in found:
+        assert differing(pair) == []
+        assert any(row["axis"] == "expert" for row in pair[1])
+
+
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
     [

@@ -12,6 +12,7 @@ from hocket.models.plans.experts import expert_plan
 from hocket.models.skeleton import build_skeleton
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.expert_parallel import (
+    DeepEP,
     NodeAxes,
     apply_expert_parallel,
     balancer_of,
@@ -21,6 +22,7 @@ from hocket.runtime.mesh import Axis, Mesh
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from tests.families import EXPERTS, FAMILIES
+from tests.runtime import deep_ep_emulated
 
 WIDTH = 32
 
@@ -68,8 +70,8 @@ def experts(context: Any, layout: str, family: str, routing: str, way: str) -> d
     routing weights and parameters; and of the output without gradients.
 
     Args:
-        way: tokens are `dispatched`, sent once to each `node` of two ranks, or `gathered` over the
-            experts' ranks.
+        way: tokens are `dispatched`, sent once to each `node` of two ranks, moved by the `library`
+            DeepEP (which is emulated), or `gathered` over the experts' ranks.
     """
     where = Layout.parse(layout)
     mesh = Mesh(where, context.rank)
@@ -89,10 +91,15 @@ def experts(context: Any, layout: str, family: str, routing: str, way: str) -> d
     if way == "node":
         assert mesh.prepare_nodes(2)
         nodes = NodeAxes(mesh.axis("expert_rail"), mesh.axis("expert_node"))
+    deep_ep = None
+    if way == "library":
+        deep_ep_emulated.install()
+        deep_ep = DeepEP(mesh.axis("expert"), mesh.recorder)
     apply_expert_parallel(
         holder, plan, placements,
         experts=mesh.axis("expert"), tokens=token_axis, recorder=mesh.recorder,
         nodes=nodes,
+        deep_ep=deep_ep,
     )  # fmt: skip
     if way == "gathered":
         holder.experts.config._experts_implementation = "grouped_mm"

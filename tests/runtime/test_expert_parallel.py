@@ -69,6 +69,27 @@ def test_a_token_crosses_the_network_once_for_each_node(
     assert (min(rows) == 0.0) == (routing != "spread")
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("dp2.ep2", "mixtral"), ("dp4.ep4", "gpt_oss"), ("dp2.tp2.ep4.etp1", "granitemoe")],
+)
+def test_deepep_moves_tokens_as_its_documentation_describes(
+    ranks, layout: str, family: str, routing: str
+) -> None:
+    found = ranks.run(
+        "tests.runtime.expert_cases:experts", 2 if layout == "dp2.ep2" else 4,
+        layout=layout, family=family, routing=routing, way="library",
+    )  # fmt: skip
+    rows = [row.pop("rows") for row in found]
+    for rank, row in enumerate(found):
+        assert row.pop("crossed") == 0.0
+        del row["to cross"]
+        assert max(row.values()) < 2e-6, (rank, row)
+    assert (min(rows) == 0.0) == (routing != "spread")
+
+
 def test_the_class_keeps_the_slices_of_tp_outside() -> None:
     kind = type(block("mixtral").experts)
     names = [base.__name__ for base in sharded_experts_class(sliced(kind)).__mro__[1:4]]

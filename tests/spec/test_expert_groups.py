@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.expert_dispatch import num_nodes, settle_dispatch
+from hocket.spec.expert_dispatch import num_nodes, require_deepep, settle_dispatch
 from hocket.spec.layout import AXES, Layout, divisors
 from hocket.spec.process_groups import axis_groups, groups_of_rank, node_groups
 
@@ -122,6 +122,7 @@ def test_the_rule_is_one_of_legality() -> None:
         ("auto", "dp4.tp2.ep4.etp1", 4, "direct", 0),  # whose experts' ranks share a node
         ("auto", "dp3.ep3", 2, "direct", 0),  # two ranks and one
         ("node:2", "pp2.dp4.ep4", 8, "node:2", 2),
+        ("deepep", "dp8.ep8", 4, "deepep", 0),
     ],
 )
 def test_how_tokens_reach_their_experts(
@@ -138,7 +139,9 @@ def test_nodes_of_experts() -> None:
     assert across == ("expert_rail", [(0, 4), (1, 5), (2, 6), (3, 7)])
 
 
-@pytest.mark.parametrize("text", ["", "nodes", "node:", "node:1", "node:x", "direct:2", "auto:4"])
+@pytest.mark.parametrize(
+    "text", ["", "nodes", "node:", "node:1", "node:x", "direct:2", "auto:4", "deepep:8"]
+)
 def test_no_way_of_dispatch(text: str) -> None:
     with pytest.raises(OptionError, match="expert-dispatch"):
         settle_dispatch(text, Layout.parse("dp4.ep4"), None)
@@ -147,3 +150,18 @@ def test_no_way_of_dispatch(text: str) -> None:
 def test_no_nodes_to_dispatch_to() -> None:
     with pytest.raises(LayoutError, match="nodes of 2 ranks"):
         settle_dispatch("node", Layout.parse("dp2.ep2"), 2)
+
+
+def test_deepep_is_for_gpus_bf16_and_experts_on_other_ranks() -> None:
+    with pytest.raises(LayoutError, match=r"\(ep 1\) every rank holds all experts"):
+        settle_dispatch("deepep", Layout.parse("dp2"), 8)
+    direct = "--expert-dispatch direct"
+    for cuda, capability, dtype, why, hint in (
+        (False, None, "bf16", "the ranks are on CPU", direct),
+        (True, (8, 0), "bf16", "capability 9.0, and these have 8.0", direct),
+        (True, (9, 0), "fp32", "--dtype is fp32", "--dtype bf16"),
+        (True, None, "bf16", "deep_ep is not installed", direct),
+    ):
+        with pytest.raises(OptionError, match=why) as caught:
+            require_deepep(cuda=cuda, dtype=dtype, capability=capability)
+        assert caught.value.hint == hint

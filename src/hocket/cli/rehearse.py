@@ -46,7 +46,8 @@ class RehearseFlags:
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
-            each node; node:8: nodes of 8 ranks) or auto (node where experts are on several nodes).
+            each node; node:8: nodes of 8 ranks), deepep (the library DeepEP; rehearsed as direct)
+            or auto (node where experts are on several nodes, else direct).
         bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the

@@ -28,6 +28,7 @@ class Step:
         gradient_bytes: of an element of a gradient.
         experts_per_token: k.
         expert_nodes: nodes to each of which a token is sent once; 0: a row is sent for each choice.
+        experts_by_library: DeepEP moves the tokens; what is counted are those of this rank.
         counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
         clips: the norm of the gradient is computed.
         bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
@@ -42,6 +43,7 @@ class Step:
     gradient_bytes: int = 4
     experts_per_token: int = 0
     expert_nodes: int = 0
+    experts_by_library: bool = False
     counts_tokens: bool = True
     clips: bool = True
     bucket_bytes: float = 25_000_000

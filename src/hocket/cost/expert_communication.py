@@ -28,10 +28,14 @@ def add_experts(table: Table, layout: Layout, step: Step, share: StageShare, tp_
         _by_node(table, layout, step, share, each)
     elif layout.ep > 1:
         rows = step.tokens // tp + (tp_index < step.tokens % tp) if whole else step.tokens
-        message = rows * step.experts_per_token * step.hidden_size * e
-        for count in share.experts:  # none when a layer is recomputed
-            table.add("all-to-all", "expert", "microbatch", number, count * INTEGER)
-        turns = 4 * len(share.experts) + 2 * len(share.experts_again)
+        message, forward = rows * step.hidden_size * e, len(share.experts)
+        if step.experts_by_library:  # which sums the rows of a token: nothing reads them again
+            turns = 4 * forward + len(share.experts_again) + share.experts_whole
+        else:
+            message *= step.experts_per_token
+            turns = 4 * forward + 2 * len(share.experts_again)
+            for count in share.experts:  # none when a layer is recomputed
+                table.add("all-to-all", "expert", "microbatch", number, count * INTEGER)
         table.add("all-to-all", "expert", "microbatch", number * turns, message)
     if whole and not sequence:
         gathered = tp * each * e

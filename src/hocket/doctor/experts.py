@@ -26,6 +26,9 @@ COUNT = 2
 EXPERTS, CHOICES = 8, 2
 
 _kernel = row_of("hocket.doctor.experts", prefix="kernel-", group="kernels", seconds=0.3)
+_exchange = row_of(
+    "hocket.doctor.experts", group="multi-gpu", gpus=COUNT, timeout=240.0, seconds=20.0, slow=True
+)
 
 CHECKS = (
     *(
@@ -38,11 +41,19 @@ CHECKS = (
         )
         for dtype in LIMITS
     ),
-    row_of("hocket.doctor.experts", group="multi-gpu", gpus=COUNT, timeout=240.0, slow=True)(
+    _exchange(
         "experts-exchange", "experts over two GPUs, whose tokens are dispatched by all-to-all or "
         "gathered: outputs compared with one GPU, and seconds of both with 16 and 4,096 tokens a "
         "GPU", "token_exchange", f"differences of at most {LIMITS['bf16']:g} of the largest entry; "
-        "gathered without a wait of the host", capability=(8, 0), seconds=20.0,
+        "gathered without a wait of the host", capability=(8, 0),
+        arguments={"ways": "dispatched gathered"},
+    ),
+    _exchange(
+        "experts-deepep", "experts over two GPUs, whose tokens DeepEP moves: outputs and gradients "
+        "compared with one GPU, and seconds of it and of all-to-all", "token_exchange",
+        f"differences of at most {LIMITS['bf16']:g} of the largest entry", capability=(9, 0),
+        arguments={"ways": "dispatched library"}, packages=("deep_ep",), rehearsals=(),
+        unrehearsed="the library's kernels run on GPUs alone; tests emulate them",
     ),
 )  # fmt: skip
 
@@ -127,11 +138,11 @@ def _one_by_one(
     return out
 
 
-def token_exchange(place: Place) -> CheckOutcome:
-    """Both ways on two ranks."""
-    payload = {"backend": place.size("nccl", "gloo")}
+def token_exchange(place: Place, *, ways: str) -> CheckOutcome:
+    """Some ways on two ranks."""
+    payload = {"backend": place.size("nccl", "gloo"), "ways": ways.split()}
     found = ranks(place, _HERE + "exchange_rank", COUNT, payload)
-    for way in ("dispatched", "gathered"):
+    for way in payload["ways"]:
         error = max(values[way]["error"] for values in found)
         place.values[f"{way}_relative_error"] = error
         if not error <= LIMITS["bf16"]:
@@ -144,12 +155,17 @@ def token_exchange(place: Place) -> CheckOutcome:
 
 
 def exchange_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """One rank: its tokens' outputs by each way, and the seconds of a forward."""
+    """One rank: its tokens' outputs and, of ways that train, gradients by each way, and the seconds
+    of a forward."""
     import torch
 
     from hocket.models.experts import skip_absent
     from hocket.models.plans.experts import expert_plan
-    from hocket.runtime.expert_parallel import apply_expert_parallel, gather_experts
+    from hocket.runtime.expert_parallel import (
+        DeepEP,
+        apply_expert_parallel,
+        gather_experts,
+    )
     from hocket.runtime.mesh import Axis, Mesh
     from hocket.spec.layout import Layout
     from hocket.spec.placement import Placement
@@ -169,7 +185,7 @@ def exchange_rank(context: RankContext, payload: dict[str, Any]) -> None:
     )  # fmt: skip
     block: Any = holder.experts
     given = {}
-    for tokens in (16, 4096 if place.on_gpu else 64):
+    for tokens in (4096 if place.on_gpu else 64, 16):  # a buffer is made for the first
         x = place.draw(
             tokens, block.config.hidden_size, dtype=torch.bfloat16, seed=5 + context.rank
         )
@@ -177,24 +193,38 @@ def exchange_rank(context: RankContext, payload: dict[str, Any]) -> None:
         weights = place.draw(tokens, CHOICES, seed=2).softmax(-1).to(torch.bfloat16)
         given[tokens] = x, index, weights
     found: dict[str, Any] = {"waits": ""}
-    with torch.no_grad():
-        wanted = {tokens: whole(*each).double() for tokens, each in given.items()}
-        for way in ("dispatched", "gathered"):
-            if way == "gathered":
-                counts, why = gather_experts(holder, skip_absent)
-                assert counts is not None, why
-            errors, seconds = [], {}
-            for tokens, each in given.items():
-                out, exact = block(*each).double(), wanted[tokens]
-                error = (out - exact).abs().max() / exact.abs().max()
+    wanted = {tokens: _results(whole, each) for tokens, each in given.items()}
+    for way in payload["ways"]:
+        if way == "gathered":
+            counts, why = gather_experts(holder, skip_absent)
+            assert counts is not None, why
+        if way == "library":
+            block.deep_ep = DeepEP(mesh.axis("expert"), mesh.recorder)
+        errors, seconds = [], {}
+        for tokens, each in given.items():
+            for result, exact in zip(_results(block, each), wanted[tokens], strict=True):
+                error = (result - exact).abs().max() / exact.abs().max()
                 errors.append(float(error.nan_to_num(nan=float("inf"))))
+            with torch.no_grad():
                 forward = functools.partial(block, *each)
                 seconds[str(tokens)] = timed(forward, 20 if place.on_gpu else 2, device)
-            found[way] = {"error": max(errors), "seconds": seconds}
+        found[way] = {"error": max(errors), "seconds": seconds}
+    if "gathered" in payload["ways"]:
         place.synchronize()
         try:
-            with place.no_waits():
+            with place.no_waits(), torch.no_grad():
                 block(*given[16])
         except RuntimeError as error:
             found["waits"] = str(error).splitlines()[0]
     tell(context, **found)
+
+
+def _results(block: Any, given: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Of one forward and backward: the output, and the gradients of tokens and of their weights."""
+    hidden, index, weights = given
+    hidden, weights = (x.detach().clone().requires_grad_() for x in (hidden, weights))
+    out = block(hidden, index, weights)
+    out.backward(hidden.detach())
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    return [x.detach().double() for x in (out, hidden.grad, weights.grad)]

@@ -15,6 +15,7 @@ from hocket.jobs.validate import validate_layout
 from hocket.spec.capabilities import CHECKED
 from hocket.spec.check import CheckReport
 from hocket.spec.errors import OptionError
+from hocket.spec.expert_dispatch import DEEPEP
 
 Event = dict[str, Any]
 
@@ -46,6 +47,12 @@ def check_layout(
     if dtype not in CHECKED:
         raise OptionError(
             f"dtype is {dtype}; equality is checked in {' or '.join(CHECKED)}", hint="--dtype fp32"
+        )
+    if request.options.expert_dispatch == DEEPEP:
+        raise OptionError(
+            f"--expert-dispatch {DEEPEP} moves rows of bf16, and equality is checked in "
+            f"{' or '.join(CHECKED)}",
+            hint="hocket doctor --gpu --only experts-deepep",
         )
     if dtype == "fp64" and request.options.lora_rank is not None:
         raise OptionError("peft's adapters are not made in fp64", hint="--dtype fp32")

@@ -17,6 +17,7 @@ from hocket.spec.capabilities import (
     refused_quantization,
 )
 from hocket.spec.errors import OptionError
+from hocket.spec.expert_dispatch import DEEPEP, require_deepep
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.schedule import INPUT, WEIGHT
@@ -55,6 +56,16 @@ def device_kind(options: TrainOptions) -> str:
             hint="--backend auto",
         )
     return kind
+
+
+def require_expert_library(options: TrainOptions, dtype: str) -> None:
+    """Raises OptionError where `--expert-dispatch deepep` cannot be had."""
+    if options.expert_dispatch == DEEPEP:
+        from hocket.probing.devices import compute_capability
+
+        cuda = on_cuda(options)
+        capability = compute_capability() if cuda else None
+        require_deepep(cuda=cuda, dtype=dtype, capability=capability)
 
 
 def reject_compile(options: TrainOptions) -> None:
@@ -99,6 +110,7 @@ def reject_precision(
             hint="--dtype bf16",
         )
     cuda = on_cuda(options)
+    require_expert_library(options, workload.dtype)
     halved = schedule is not None and any(
         action.kind in (INPUT, WEIGHT) for rank in schedule.ranks for action in rank
     )

@@ -19,7 +19,7 @@ from hocket.jobs.rehearsal_reason import proxy_reason
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, step_failed
 from hocket.jobs.request import JobRequest
 from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.expert_dispatch import settle_dispatch
+from hocket.spec.expert_dispatch import DEEPEP, DIRECT, settle_dispatch
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import RankRehearsal, RehearsalReport, RehearsedDevice
 from hocket.spec.run import RunSpec
@@ -122,6 +122,7 @@ def prepare_rehearsal(
     layout = validate_layout(dimensions, layout, workload, world_size=layout.world_size)
     schedule = scheduled(layout)
     _require_device(workload.dtype, layout, schedule, device)
+    dispatch = settle_dispatch(request.options.expert_dispatch, layout, GPUS_PER_NODE)
     spec = RunSpec(
         model=source.repo or request.model,
         config=config,
@@ -130,7 +131,7 @@ def prepare_rehearsal(
         options=dataclasses.replace(
             request.options,
             device="cuda",
-            expert_dispatch=settle_dispatch(request.options.expert_dispatch, layout, GPUS_PER_NODE),
+            expert_dispatch=DIRECT if dispatch == DEEPEP else dispatch,
         ),
         command="rehearse",
     )

@@ -58,7 +58,7 @@ def expected_rows(
     from hocket.runtime.record import Recorder
     from hocket.runtime.tensor_parallel import apply_tensor_parallel
     from hocket.spec.cut import choose_cut
-    from hocket.spec.expert_dispatch import num_nodes
+    from hocket.spec.expert_dispatch import DEEPEP, num_nodes
     from hocket.training.build import dtype_of, lora_of
 
     layout, workload = spec.layout, spec.workload
@@ -94,6 +94,7 @@ def expected_rows(
         element_bytes=element_bytes,
         experts_per_token=choices,
         expert_nodes=num_nodes(spec.options.expert_dispatch, layout),
+        experts_by_library=spec.options.expert_dispatch == DEEPEP,
         counts_tokens=False,  # the training loop knows the number: no sequence is padded
         bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.data_degree),
         context_parallel=spec.options.context_parallel,

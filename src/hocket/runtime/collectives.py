@@ -379,7 +379,12 @@ def barrier(axis: Axis, recorder: Recorder) -> None:
     dist.barrier(group=axis.group)
 
 
-def _communication(recorder: Recorder, name: str, axis: Axis, tensor: Tensor) -> Any:
-    nbytes = tensor.numel() * tensor.element_size()
+def library_communication(recorder: Recorder, name: str, axis: Axis, nbytes: int) -> Any:
+    """Within, a library moves tensors over an axis: counted, and a span where those are
+    recorded."""
     recorder.count(name, axis.name, nbytes)
     return recorder.span("communication", name, f"{name} {axis.name}", axis=axis.name, bytes=nbytes)
+
+
+def _communication(recorder: Recorder, name: str, axis: Axis, tensor: Tensor) -> Any:
+    return library_communication(recorder, name, axis, tensor.numel() * tensor.element_size())

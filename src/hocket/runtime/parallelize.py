@@ -20,7 +20,7 @@ from torch import nn
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.context_parallel import ContextParallel, apply_context_parallel
 from hocket.runtime.device import pick_device
-from hocket.runtime.expert_parallel import NodeAxes, apply_expert_parallel
+from hocket.runtime.expert_parallel import DeepEP, NodeAxes, apply_expert_parallel
 from hocket.runtime.loss import NextTokenLoss, OwnLoss, router_degree
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallel import Parallel
@@ -31,7 +31,7 @@ from hocket.spec import recompute
 from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
-from hocket.spec.expert_dispatch import parse_dispatch
+from hocket.spec.expert_dispatch import DEEPEP, parse_dispatch
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, experts_rejected, router_loss_rejected
@@ -79,7 +79,7 @@ def parallelize(
         context_parallel: how keys meet queries of other ranks' tokens (cp): `ring`, `ulysses` or
             `auto` (`runtime.context_parallel.ContextParallel`). The module's attention must go
             through it; a loss function of the caller's is given shifted labels.
-        expert_dispatch: `direct` or `node:RANKS` (`spec.expert_dispatch`).
+        expert_dispatch: `direct`, `node:RANKS` or `deepep` (`spec.expert_dispatch`).
         redundant_experts: copies of experts over the ranks of ep, for inference
             (`runtime.expert_parallel.copies`).
         kind: the class of what is returned.
@@ -112,6 +112,9 @@ def parallelize(
                 **cut_costs(module, plan.stages, cuda=mesh.device.type == "cuda"),
             )
     nodes = _expert_nodes(mesh, expert_dispatch)
+    deep = None
+    if expert_dispatch == DEEPEP:
+        deep = DeepEP(mesh.axis("expert"), mesh.recorder)
     sequence = plan.sequence if layout.sequence_parallel and layout.tp > 1 else None
     stages = []
     for index in [s for s, r in enumerate(place) if r == mesh.axis("pp").index]:
@@ -135,6 +138,7 @@ def parallelize(
                 tokens=mesh.axis("tp") if tokens_replicated else Axis("tp"),
                 recorder=mesh.recorder,
                 nodes=nodes,
+                deep_ep=deep,
                 redundant=redundant_experts,
             )
         if layout.cp > 1:

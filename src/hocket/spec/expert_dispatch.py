@@ -4,11 +4,14 @@ direct         a row for each choice of a token
 node           a token crosses the network once for each node that has experts of its; nodes of as
                many ranks as were started on this machine
 node:4         the same with nodes of 4 ranks
+deepep         the library DeepEP moves the tokens, once to each rank or node (bf16, on GPUs of
+               capability 9.0 and later)
 auto           node, where the experts' ranks are on several nodes with several ranks each
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 
@@ -16,7 +19,7 @@ from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.process_groups import node_groups
 
-AUTO, DIRECT, NODE = "auto", "direct", "node"
+AUTO, DIRECT, NODE, DEEPEP = "auto", "direct", "node", "deepep"
 
 GATHERED_ROWS = 8192
 """Rows of other ranks' experts up to which a server's step is gathered instead of dispatched. A row
@@ -35,9 +38,9 @@ def parse_dispatch(text: str) -> tuple[str, int | None]:
         OptionError: another text.
     """
     kind, colon, number = text.partition(":")
-    if kind not in (AUTO, DIRECT, NODE) or (colon and kind != NODE):
+    if kind not in (AUTO, DIRECT, NODE, DEEPEP) or (colon and kind != NODE):
         raise OptionError(
-            f"--expert-dispatch is {text!r}; it is auto, direct, node or node:RANKS",
+            f"--expert-dispatch is {text!r}; it is auto, direct, node, node:RANKS or deepep",
             hint="--expert-dispatch auto",
         )
     if colon and (not number.isdigit() or int(number) < 2):
@@ -56,7 +59,7 @@ def local_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def settle_dispatch(text: str, layout: Layout, local_ranks: int | None) -> str:
-    """`direct` or `node:RANKS`, for a layout on nodes.
+    """`direct`, `node:RANKS` or `deepep`, for a layout on nodes.
 
     Args:
         text: as it was asked for.
@@ -64,9 +67,18 @@ def settle_dispatch(text: str, layout: Layout, local_ranks: int | None) -> str:
 
     Raises:
         OptionError: an unknown text.
-        LayoutError: `node`, and the experts' ranks do not form nodes.
+        LayoutError: `node`, and the experts' ranks do not form nodes; `deepep`, and every rank
+            holds all experts.
     """
     kind, ranks = parse_dispatch(text)
+    if kind == DEEPEP and layout.ep == 1:
+        raise LayoutError(
+            f"--expert-dispatch {DEEPEP} sends tokens to experts on other ranks, and with "
+            f"{layout.axes_text()} (ep 1) every rank holds all experts",
+            hint="--expert-dispatch direct",
+        )
+    if kind == DEEPEP:
+        return DEEPEP
     ranks = ranks or local_ranks
     if kind == DIRECT:
         return DIRECT
@@ -88,6 +100,22 @@ def num_nodes(text: str, layout: Layout) -> int:
     ranks = parse_dispatch(text)[1]
     groups = [] if ranks is None else node_groups(layout, ranks)
     return len(groups[1][1][0]) if groups else 0
+
+
+def require_deepep(*, cuda: bool, dtype: str, capability: tuple[int, int] | None = None) -> None:
+    """Raise OptionError where DeepEP cannot move the tokens of a job: on CPU or older GPUs, of
+    another precision than bf16, or where the library is not installed."""
+    why, hint = "", f"--expert-dispatch {DIRECT}"
+    if not cuda:
+        why = "it moves tokens between GPUs, and the ranks are on CPU"
+    elif capability is not None and capability < (9, 0):
+        why = "it needs GPUs of capability 9.0, and these have " + ".".join(map(str, capability))
+    elif dtype not in ("bf16", "fp8"):
+        why, hint = f"it moves rows of bf16, and --dtype is {dtype}", "--dtype bf16"
+    elif importlib.util.find_spec("deep_ep") is None:
+        why = "the library deep_ep is not installed here"
+    if why:
+        raise OptionError(f"--expert-dispatch {DEEPEP}: {why}", hint=hint)
 
 
 def check_copies(number: int, layout: Layout, experts: int) -> None:

@@ -21,6 +21,7 @@ NOT_SEEN = (
     "fragmentation of the caching allocator, the CUDA context and cuBLAS workspaces",
     "NCCL's own buffers",
     "what torch.compile generates (layers run eagerly)",
+    "DeepEP's kernels and buffer (tokens are dispatched directly)",
 )
 """What a rehearsal does not see."""
 

@@ -147,8 +147,8 @@ class TrainOptions:
         attention: attention implementation. One of: sdpa, eager.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
-        expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
-            each node; node:8: nodes of 8 ranks) or auto (node where experts are on several nodes).
+        expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one for each
+            node; node:8: of 8 ranks), deepep (a library) or auto (node over several nodes).
         tracker: metrics trackers: tensorboard, wandb, mlflow, several with commas (default: none).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.

@@ -5,10 +5,12 @@ from hocket.runtime.expert_parallel.apply import (
     balancer_of,
     gather_experts,
 )
+from hocket.runtime.expert_parallel.deep_ep import DeepEP
 from hocket.runtime.expert_parallel.experts import ExpertParallelExperts
 from hocket.runtime.expert_parallel.two_level import NodeAxes
 
 __all__ = [
+    "DeepEP",
     "ExpertParallelExperts",
     "NodeAxes",
     "apply_expert_parallel",

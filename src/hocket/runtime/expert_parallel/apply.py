@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hocket.runtime.expert_parallel.copies import ExpertBalancer, ExpertCopies
+from hocket.runtime.expert_parallel.deep_ep import DeepEP
 from hocket.runtime.expert_parallel.experts import ExpertParallelExperts, sharded_experts_class
 from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.expert_parallel.two_level import NodeAxes
@@ -28,6 +29,7 @@ def apply_expert_parallel(
     tokens: Axis,
     recorder: Recorder,
     nodes: NodeAxes | None = None,
+    deep_ep: DeepEP | None = None,
     redundant: int = 0,
 ) -> None:
     """Keep this rank's experts of `module`, in place, and note where they are in `placements`.
@@ -46,6 +48,7 @@ def apply_expert_parallel(
         recorder: of their messages.
         nodes: the ranks of `experts` as nodes, to each of which a token is sent once. None: a row
             is sent for each choice.
+        deep_ep: moves the tokens instead.
         redundant: copies of experts in each module, over all ranks, besides one of each.
 
     Raises:
@@ -78,7 +81,7 @@ def apply_expert_parallel(
         own.__class__ = sharded_experts_class(kind)
         own.copies = copies
         own.experts_axis, own.tokens_axis, own.experts_recorder = experts, tokens, recorder
-        own.node_axes = nodes
+        own.node_axes, own.deep_ep = nodes, deep_ep
         if not isinstance(getattr(child, "axis", None), Axis):
             own.axis = experts  # as every split module has
 

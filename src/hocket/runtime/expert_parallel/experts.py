@@ -11,7 +11,8 @@ The module's own forward computes its experts, so that each family stays what tr
 it. It is given one expert a row and routing weights of one; the weights are applied where the
 token's rows are summed, in the same dtypes (transformers' `grouped_mm_experts_forward`).
 
-Over several nodes a token can cross the network once for each node (`two_level`).
+Over several nodes a token can cross the network once for each node (`two_level`); on GPUs a library
+can move the tokens (`deep_ep`).
 
 Dispatch has one host read for each set of experts and forward. Without one (`gathered`, for the
 decode steps of a server), each rank gets all tokens and computes the choices that are its own.
@@ -27,6 +28,12 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_gather
 from hocket.runtime.expert_parallel.copies import ExpertCopies
+from hocket.runtime.expert_parallel.deep_ep import (
+    DeepEP,
+    DeepRoutes,
+    combine_deep,
+    dispatch_deep,
+)
 from hocket.runtime.expert_parallel.dispatch import Routes, combine_experts, dispatch, route
 from hocket.runtime.expert_parallel.gathered import (
     GatheredTokens,
@@ -72,6 +79,7 @@ class ExpertParallelExperts(nn.Module):
     experts_axis: Axis
     tokens_axis: Axis
     node_axes: NodeAxes | None = None
+    deep_ep: DeepEP | None = None
     experts_recorder: Recorder
     num_experts: int
     load: Tensor | None = None
@@ -123,6 +131,8 @@ class ExpertParallelExperts(nn.Module):
             hidden = hidden.detach().requires_grad_()  # backward's messages go all the same
         if self.node_axes is not None:
             return self._own_by_node(hidden, index, weights, self.node_axes)
+        if self.deep_ep is not None:
+            return self._own_by_library(hidden, index, weights, self.deep_ep)
         routes = route(index, self.num_experts, self.experts_axis, self.experts_recorder)
         self._count(routes.load)
         rows = self._of_rows(dispatch(hidden, routes), routes, weights)
@@ -142,7 +152,21 @@ class ExpertParallelExperts(nn.Module):
         summed = collect_weighted(rows, staged_weights, routes.inside).to(hidden.dtype)
         return collect(summed, routes.across)
 
-    def _of_rows(self, rows: Tensor, routes: Routes | NodeRoutes, like: Tensor) -> Tensor:
+    def _own_by_library(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, deep: DeepEP
+    ) -> Tensor:
+        """As `_own`, by DeepEP."""
+        if torch.is_grad_enabled() and not weights.requires_grad:
+            weights = weights.detach().requires_grad_()
+        every = self.num_experts * self.experts_axis.size
+        rows, of_rows, routes = dispatch_deep(hidden, index, weights, every, deep)
+        self._count(routes.load)
+        each = self._of_rows(rows, routes, weights) * of_rows.unsqueeze(-1)
+        return combine_deep(each.to(hidden.dtype), routes)
+
+    def _of_rows(
+        self, rows: Tensor, routes: Routes | NodeRoutes | DeepRoutes, like: Tensor
+    ) -> Tensor:
         """[R, H] of rows of this rank's experts, to what they make of them. `like` has the dtype of
         routing weights."""
         if not len(rows):
@@ -173,7 +197,7 @@ class ExpertParallelExperts(nn.Module):
 
     @torch.no_grad()
     def _count(self, load: Tensor) -> None:
-        self.load = load if self.load is None else self.load.add_(load)
+        self.load = load.clone() if self.load is None else self.load.add_(load)
 
 
 def _sizes(tokens: int, degree: int) -> list[int]:
