@@ -166,8 +166,10 @@ def test_the_board_and_the_alerts_read_metrics_that_a_server_has(
     class Counts:
         prompt_tokens = completion_tokens = cached_tokens = 0
 
-    figures = dict.fromkeys((*GAUGES, *COUNTERS), 1)
+    figures: dict[str, Any] = dict.fromkeys((*GAUGES, *COUNTERS), 1)
+    figures["expert_imbalance"] = {"before": 1.75, "after": 1.25}
     text = ServerMetrics(Counts(), lambda: {"replicas": {"0": figures}}).text().decode()  # type: ignore[arg-type]
+    assert 'hocket_expert_imbalance{placement="after",replica="0"} 1.25' in text
     known = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
     known |= {f"{name}_bucket" for name in known}
     assert main(["template", "grafana"]) == 0

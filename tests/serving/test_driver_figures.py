@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.serving.test_driver import limits, prompt, replica, request, slowly
+from tests.serving.token_part import TokenPart
 
 
 def test_figures_tell_at_once_that_an_aborted_request_holds_nothing(tmp_path: Path) -> None:
@@ -48,3 +52,18 @@ def test_figures_tell_that_a_request_whose_time_is_over_holds_nothing(tmp_path: 
                         await asyncio.sleep(0.01)
 
     asyncio.run(main())
+
+
+def test_figures_have_the_imbalance_of_experts_where_copies_were_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def figures(name: str) -> dict[str, Any]:
+        (tmp_path / name).mkdir()
+        async with replica(tmp_path / name, limits()) as (client, _):
+            _ = [output async for output in client.submit(request("a", prompt(1, 5), 3))]
+            return dict(client.stats)
+
+    assert "expert_imbalance" not in asyncio.run(figures("none"))
+    monkeypatch.setattr(TokenPart, "expert_imbalance", (1.75, 1.25))
+    found = asyncio.run(figures("some"))
+    assert found["expert_imbalance"] == {"before": 1.75, "after": 1.25}

@@ -44,6 +44,8 @@ class TokenPart:
         later: whether results are collected, as on a device.
     """
 
+    expert_imbalance: tuple[float, float] | None = None
+
     def __init__(
         self,
         block_size: int,

@@ -97,6 +97,16 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
             (_rate("hocket_generated_tokens_total"), "generated tokens"),
         ],
     ),
+    (
+        "Busiest rank of experts over the mean, by replica",
+        "none",
+        [
+            (
+                f"max by (instance, replica, placement) (hocket_expert_imbalance{_JOB})",
+                "{{instance}} {{replica}} {{placement}} placement",
+            )
+        ],
+    ),
     ("Replicas that are ready", "none", [(f"sum(hocket_replicas{_JOB})", "ready")]),
     (
         "Finished and cancelled requests per second",

@@ -293,7 +293,11 @@ class Driver:
             self.parent.write(encode(event))
 
     def _stats(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.scheduler.stats())
+        figures = dataclasses.asdict(self.scheduler.stats())
+        imbalance = self.part.expert_imbalance
+        if imbalance is not None:
+            figures["expert_imbalance"] = dict(zip(("before", "after"), imbalance, strict=True))
+        return figures
 
     def _figures(self) -> dict[str, Any]:
         return {"measured": self.measured.to_json()}

@@ -41,6 +41,11 @@ class FollowerPart(Protocol):
     def collect(self) -> StepResult | None:
         """The result of the oldest of them; waits for it. None: there is none."""
 
+    @property
+    def expert_imbalance(self) -> tuple[float, float] | None:
+        """Of the rank of experts with most rows over the mean, before and after its copies were
+        last placed; None: it has none, or they were not."""
+
     def settle(self) -> None:
         """Wait until what was sent has left this process: nothing leaves while it sleeps."""
 

@@ -95,6 +95,12 @@ class StagePart:
         # backends send by themselves, and Gloo's wait lasts until the receive is posted.
         self._pushes = self.axis.group is not None and self.axis.group.name() in ("shm", "links")
 
+    @property
+    def expert_imbalance(self) -> tuple[float, float] | None:
+        """Rows of the rank of experts with most over the mean, before and after the last placement
+        of copies."""
+        return None if self.balancer is None else self.balancer.imbalance
+
     # --- one step ----------------------------------------------------------------------------
 
     def expect(self, plan: StepPlan) -> None:

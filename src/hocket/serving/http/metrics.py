@@ -122,6 +122,16 @@ class _Read(Collector):
                     if isinstance(figures.get(name), int | float):
                         found.add_metric([str(number)], float(figures[name]))
                 yield found
+        imbalance = GaugeMetricFamily(
+            "hocket_expert_imbalance",
+            "Tokens of the rank of experts with most over the mean, before and after copies of "
+            "experts were last placed",
+            labels=("replica", "placement"),
+        )
+        for number, figures in each.items():
+            for placement, value in (figures.get("expert_imbalance") or {}).items():
+                imbalance.add_metric([str(number), placement], float(value))
+        yield imbalance
         ready = GaugeMetricFamily("hocket_replicas", "Replicas that are ready")
         ready.add_metric([], len(each))
         yield ready
