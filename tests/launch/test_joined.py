@@ -250,6 +250,35 @@ def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: fl
             rank.kill()
 
 
+COLLECTED = """
+import os
+import hocket.launch.joined as joined
+class Circle:
+    def __init__(self):
+        self.circle = self
+    def __del__(self, write=os.write):
+        write(1, b"collected")
+circle = Circle()
+joined.run_joined("tests.launch.cases:tell_place", device="cpu", world_size=1)
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_done_looks_at_no_objects_once_more() -> None:
+    """The interpreter's last collection takes seconds of the grace that a system allows a stop."""
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTED],
+        cwd=ROOT,
+        env={**os.environ, **TORCHRUN, "PYTHONPATH": folders, "RANK": "0", "WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "collected" not in done.stdout
+
+
 ORPHAN = """
 import os, sys, time
 from hocket.launch import end_with_launcher

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import gc
 import logging
 import math
 import os
@@ -239,6 +240,8 @@ def run_joined(
         if on_event is not None and "launch" not in message:
             on_event({**message, "rank": context.rank})
 
+    # The interpreter's last collection looks at all that torch has: seconds, of a grace period.
+    atexit.register(gc.freeze)
     context._send, context.joined = hear, True
     if context.device_kind == "cuda":  # read by torch when the device is first used
         os.environ |= gpus.rank_settings(os.environ, watched=False)
