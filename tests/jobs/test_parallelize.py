@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -237,6 +239,43 @@ def test_a_mixture_in_fp64_is_computed_without_torchs_grouped_matmul() -> None:
     parallel = hocket.parallelize(model, "dp1")
     found = parallel.forward_backward([{"input_ids": ids, "labels": ids}])
     assert float(found) == pytest.approx(expected, rel=1e-12)
+    with torch.no_grad():  # the trained model is the one that was split
+        wanted = plain.eval()(input_ids=ids[:1]).logits[0, -1].argmax().item()
+    assert parallel.eval().generate([ids[0].tolist()], max_new_tokens=1) == [[wanted]]
+
+
+@pytest.mark.torch
+def test_what_peft_wraps_is_named() -> None:
+    """Adapters of linear layers are taken over; those of stacked experts are not, and experts that
+    have some cannot be placed over ranks."""
+    import peft
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import hocket
+    from hocket.models.plans import plan_for
+
+    def adapted(*targets: str) -> Any:
+        config = Qwen3MoeConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+            head_dim=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            num_experts=4, num_experts_per_tok=2,
+        )  # fmt: skip
+        model = Qwen3MoeForCausalLM(config)
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=list(targets)))
+
+    with pytest.raises(hocket.HocketError, match="PeftModel wraps the model") as error:
+        hocket.parallelize(adapted("q_proj"), "dp1")
+    assert "get_base_model()" in error.value.hint
+    model = adapted("q_proj").get_base_model()
+    assert plan_for(model).experts is not None
+    ids = torch.randint(0, 96, (2, 9))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    found = hocket.parallelize(model, "dp1").forward_backward([{"input_ids": ids, "labels": ids}])
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+    plan = plan_for(adapted("gate_proj", "up_proj", "down_proj").get_base_model())
+    assert plan.experts is None
+    assert "are adapted by a ParamWrapper" in plan.reasons["experts"]
 
 
 @pytest.mark.torch

@@ -149,6 +149,26 @@ def test_a_damaged_adapter_is_one_line(tmp_path, monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.torch
+def test_an_adapter_with_values_that_are_not_finite_is_named(tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = write(tmp_path / "base", **LLAMA)
+    save_file({"lm_head.weight": torch.ones(4, 4)}, base / "model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(base)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    stem = "base_model.model.lm_head.lora_"
+    pair = {f"{stem}A.weight": torch.ones(2, 4), f"{stem}B.weight": torch.zeros(4, 2)}
+    pair[f"{stem}A.weight"][0, 1] = float("nan")
+    save_file(pair, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"lm_head\.lora_A\.weight in .* has 1 values that are not"
+    ):
+        resolve_model(tmp_path)
+
+
 def test_run_spec_gives_the_source_back(tmp_path):
     folder = write(tmp_path / "m", **LLAMA)
     (folder / "model.safetensors").write_bytes(b"")

@@ -96,6 +96,32 @@ def test_every_layout_holds_the_same_values(family, tmp_path):
         assert torch.equal(loaded.eval()(input_ids=ids).logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rejected"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", float("nan"), True),
+        ("model.layers.1.mlp.down_proj.weight", float("-inf"), True),
+        ("model.norm.weight", float("nan"), True),
+        ("model.norm.weight", float("-inf"), False),
+        ("model.norm.weight", 1e38, False),
+    ],
+)
+def test_values_that_are_not_finite_are_named(tmp_path, name, value, rejected):
+    """A vector may have infinite entries, as sinks that are left out; large ones overflow a sum."""
+    from hocket.models.source import resolve_model
+
+    case = Case(LLAMA)
+    whole, _ = case.stage()
+    whole.get_parameter(name).data.view(-1)[:8] = value
+    whole.save_pretrained(tmp_path)
+    source = resolve_model(tmp_path)
+    if rejected:
+        with pytest.raises(WeightsError, match=f"{name} in .* has 8 values that are not finite"):
+            case.stage(source)
+    else:
+        assert (case.stage(source)[0].get_parameter(name)[:8] == value).all()
+
+
 def test_random_weights_are_those_of_the_family():
     import torch
 

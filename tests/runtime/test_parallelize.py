@@ -66,6 +66,17 @@ def test_ranks_that_hold_different_values_are_refused(ranks) -> None:
 
 
 @pytest.mark.torch
+def test_nan_is_no_difference_between_ranks() -> None:
+    from hocket.runtime.parallelize import parallelize
+
+    whole = models.small()
+    name, parameter = list(whole.named_parameters())[1]
+    parameter.data.view(-1)[0] = float("nan")
+    with pytest.raises(ModelError, match=f"{name} has values that are not finite numbers"):
+        parallelize(whole, Layout(), models.small_plan(), labels_shifted=True)
+
+
+@pytest.mark.torch
 def test_one_process_is_a_layout_too() -> None:
     from hocket.runtime.parallelize import parallelize
     from tests.runtime.cases import compare, reference

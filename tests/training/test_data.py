@@ -197,6 +197,25 @@ def test_bad_sources_are_refused(tmp_path) -> None:
         assert hint is None or hint in (caught.value.hint or ""), says
 
 
+@pytest.mark.parametrize("again", ["a.txt", "./a.txt", "link.txt", "all", "a.txt:2"])
+def test_a_file_is_read_once(tmp_path, monkeypatch, again: str) -> None:
+    """By whatever name: what is held out of it would be trained on in its copy."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one melody")
+    Path("b.txt").write_text("two voices")
+    Path("link.txt").symlink_to("a.txt")
+    Path("all").mkdir()
+    Path("all/b.txt").write_text("rests")
+    Path("all/a.txt").symlink_to("../a.txt")
+    once, other = data_paths.find_sources(["a.txt"]), data_paths.find_sources(["b.txt"])
+    data_paths.reject_repeated(once, other)
+    data_paths.reject_repeated(data_paths.find_sources(["a.txt", "b.txt"]))
+    with pytest.raises(DataError, match="in --data twice"):
+        data_paths.reject_repeated(data_paths.find_sources(["a.txt", again]))
+    with pytest.raises(DataError, match="both in --data and in --eval-data"):
+        data_paths.reject_repeated(once, data_paths.find_sources([again]))
+
+
 def test_wrong_column_and_wrong_type_are_refused(tmp_path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

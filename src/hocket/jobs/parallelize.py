@@ -84,6 +84,11 @@ def parallelize(
     from hocket.training.parallel_model import ParallelModel, WholeModule
 
     _require_fresh(module)
+    if hasattr(module, "peft_config") and not _is_hugging_face(module):  # what peft's adapters wrap
+        raise ModelError(
+            f"{type(module).__name__} wraps the model that its adapters are in, which is split",
+            hint="parallelize(model.get_base_model(), ...)",
+        )
     order = schedule if isinstance(schedule, Schedule) else None
     if isinstance(schedule, str):
         fields["schedule"] = schedule
@@ -129,12 +134,11 @@ def parallelize(
 
         plan = dataclasses.replace(plan, router=router_loss(module))
     if hugging_face:
+        from hocket.models.experts import loop_in_fp64
         from hocket.training.build import group_experts
 
         group_experts()
-        own: Any = module
-        if str(own.dtype) == "torch.float64" and own._can_set_experts_implementation():
-            own.set_experts_implementation("eager")  # torch's grouped GEMM has no fp64
+        loop_in_fp64(module, module.dtype)  # type: ignore[arg-type]
     if layout.cp > 1:
         from hocket.training.build import over_context_ranks
 

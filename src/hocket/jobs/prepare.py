@@ -93,16 +93,9 @@ def prepare_job(request: JobRequest, *, world_size: int | None = None) -> Prepar
         for paths in (request.data, request.eval_data)
     )
     request = dataclasses.replace(request, data=data, eval_data=eval_data)
-    overlap = {mixture.unweighted(path)[0] for path in data} & set(eval_data)
-    if overlap:
-        raise DataError(
-            f"{min(overlap)} is both in --data and in --eval-data: what is trained on is not held "
-            "out",
-            hint="--eval-fraction 0.02 instead of --eval-data",
-        )
     mixture.reject_weights(eval_data)
-    for paths in filter(None, (data, eval_data)):
-        data_paths.find_sources(paths)
+    found = [data_paths.find_sources(paths) for paths in (data, eval_data) if paths]
+    data_paths.reject_repeated(*found)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
     source = resolve_model(source.repo or request.model, trust_remote_code=trusted)
     if request.options.lora_rank is not None and source.weights is None:

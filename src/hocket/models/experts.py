@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,6 +41,13 @@ def replace_grouped_mm(ours: GroupedMatmul, takes: Callable[[Tensor], bool]) -> 
 
     _grouped_mm.hocket = True  # type: ignore[attr-defined]
     module._grouped_mm = _grouped_mm
+
+
+def loop_in_fp64(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute a model's experts one by one in fp64: torch's grouped GEMM has none."""
+    own: Any = model
+    if dtype == torch.float64 and own._can_set_experts_implementation():
+        own.set_experts_implementation("eager")
 
 
 def skip_absent(experts: nn.Module) -> str:

@@ -178,6 +178,8 @@ def _merge_tensors(folder: Path, base: Path, to: Path, scale: float, transposed:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
+    from hocket.models.weights import require_finite
+
     with safe_open(folder / ADAPTER, framework="pt") as opened:
         pairs = _pairs(opened.keys())
         files = sorted({file.path.name for file in headers(base).values()})
@@ -195,6 +197,8 @@ def _merge_tensors(folder: Path, base: Path, to: Path, scale: float, transposed:
                 a, b = (opened.get_tensor(part) for part in pairs[key])
                 if not (a.is_floating_point() and b.is_floating_point()):
                     raise ModelError(f"the adapter of {key} is of {a.dtype} and {b.dtype}")
+                for part, value in zip(pairs[key], (a, b), strict=True):
+                    require_finite(part, value, folder)
                 delta = scale * (b.to(torch.float32) @ a.to(torch.float32))
                 delta = delta.T if transposed else delta
                 weight = tensors[key]

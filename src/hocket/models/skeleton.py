@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import initialization
 
+from hocket.models.experts import loop_in_fp64
 from hocket.spec.errors import ModelError, unknown
 
 ATTENTION = ("sdpa", "eager")
@@ -127,8 +128,7 @@ def build_skeleton(
         try:
             auto: Any = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention, dtype=dtype, **trusted)
-            if dtype == torch.float64 and model._can_set_experts_implementation():
-                model.set_experts_implementation("eager")  # torch's grouped GEMM has no fp64
+            loop_in_fp64(model, dtype)
         except Exception as error:  # many kinds, all of them the configuration's fault
             if isinstance(error, KeyError) and error.args == (attention,):
                 raise ModelError(

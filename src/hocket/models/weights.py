@@ -16,6 +16,7 @@ from hocket.models.initial import buffer_values, random_values
 from hocket.models.source import ModelSource
 from hocket.models.weight_files import WeightFiles
 from hocket.spec import downloads
+from hocket.spec.errors import WeightsError
 from hocket.spec.placement import Placement
 
 
@@ -70,7 +71,7 @@ class Weights:
             names: which; None: all that are left. Those that have values are passed over.
 
         Raises:
-            WeightsError: the weight files cannot be read.
+            WeightsError: the weight files cannot be read, or hold values that are not finite.
             ModelError: a family whose own initialisation leaves one of them untouched.
         """
         wanted = [n for n in (list(self._left) if names is None else names) if n in self._left]
@@ -83,6 +84,7 @@ class Weights:
         if self._files is not None:
             for name, local in locals_.items():
                 self._files.read_into(local, self._placements[name])
+                require_finite(name, local, self._files.directory)
                 self._done += local.nbytes
                 done, total = min(self._done, self._total), self._total
                 downloads.report_download(
@@ -122,6 +124,20 @@ def materialize(
     weights = Weights(module, placements, skeleton, source, **more)
     weights.fill()
     return weights.close()
+
+
+def require_finite(name: str, value: Tensor, where: object) -> None:
+    """Raise WeightsError for NaN, and for infinite entries of matrices. A vector may have some: an
+    attention sink at -inf is one that is left out."""
+    if value.sum().isfinite() or value.isfinite().all():
+        return
+    if value.dim() > 1 or value.isnan().any():
+        raise WeightsError(
+            f"{name} in {where} has {int((~value.isfinite()).sum()):,} values that are not finite "
+            f"numbers, of {value.numel():,} that this rank reads",
+            hint="weights of a run that diverged, or a damaged file: take an earlier checkpoint, "
+            "or download it again",
+        )
 
 
 def _owner(name: str, placement: Placement, ties: Mapping[str, str]) -> str:

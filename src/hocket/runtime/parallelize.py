@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -269,9 +270,14 @@ def _device_of(module: nn.Module, rank: int) -> torch.device:
 def _check_equal(module: nn.Module, mesh: Mesh) -> None:
     """Refuse a module whose values differ between ranks: it would train to nonsense in silence."""
     sums = [p.sum(dtype=torch.float64) for p in module.parameters()]
-    if mesh.world_size == 1 or not sums:
+    if not sums:
         return
     total = torch.stack(sums).to(mesh.device)
+    for (name, _), value in zip(module.named_parameters(), total.tolist(), strict=True):
+        if math.isnan(value):  # unequal to itself on every rank
+            raise ModelError(f"{name} has values that are not finite numbers")
+    if mesh.world_size == 1:
+        return
     low, high = total.clone(), total.clone()
     all_reduce(low, mesh.axis("world"), mesh.recorder, op="min")
     all_reduce(high, mesh.axis("world"), mesh.recorder, op="max")

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hocket.models.experts import loop_in_fp64
 from hocket.models.proxy import VOCABULARY, proxy_of, spread_weights
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
@@ -54,6 +55,7 @@ def _tried(kind: Any, text: str, dtype: torch.dtype) -> Rows:
     except HocketError:  # what cannot be made small cannot be tried
         return "whole"
     model = proxy.build(seed=0).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    loop_in_fp64(model, dtype)
     if model_cache_argument(model) is None:
         return "whole"
     spread_weights(model, seed=0)

@@ -198,6 +198,41 @@ def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = F
     return Selection(tuple(sources), tuple(notices))
 
 
+def reject_repeated(data: Selection, held_out: Selection | None = None) -> None:
+    """Raise DataError for a file that is read twice: what is held out of it would be trained on.
+
+    Args:
+        data: of `--data`, of which a fraction is held out where there is no `--eval-data`.
+        held_out: of `--eval-data`.
+    """
+    trained: set[object] = set()
+    for part in _files(data):
+        if _file(part) in trained:
+            raise DataError(
+                f"{part.path} is in --data twice: what is held out of one copy is trained on in "
+                "the other",
+                hint="name it once, with --epochs 2; or with weights: --data A.jsonl:2 B.jsonl:1",
+            )
+        trained.add(_file(part))
+    for part in _files(held_out) if held_out else ():
+        if _file(part) in trained:
+            raise DataError(
+                f"{part.path} is both in --data and in --eval-data: what is trained on is not held "
+                "out",
+                hint="--eval-fraction 0.02 instead of --eval-data",
+            )
+
+
+def _files(selection: Selection) -> Iterator[Source]:
+    for source in selection.sources:
+        yield from source.parts or (source,)
+
+
+def _file(source: Source) -> object:
+    """What is the same of two sources that read the same file."""
+    return source.repo or source.path.resolve(), source.name, source.split
+
+
 def expanded_paths(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     """The paths, with the files that a pattern (`*`, `?`, `[ab]`, `**`) matches in its place, by
     name.

@@ -31,6 +31,9 @@ def expert_plan(model: nn.Module, tensor: TensorPlan | None) -> tuple[ExpertPlan
         if not type(module).__name__.endswith("Experts"):
             continue
         why = _why_not(module)
+        if name.endswith(".base_layer"):  # of an adapter of peft
+            around = model.get_submodule(name.rpartition(".")[0])
+            why = f"are adapted by a {type(around).__name__}, which has values for all of them"
         if why and "Shared" in type(module).__name__:
             continue  # experts of every token, which are no choice of a router's
         if why:
