@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from hocket.catalogue import hardware, shapes
+from hocket.cost.constants import stacks
 from hocket.cost.measured_stage import GRADIENT_BYTES
 from hocket.jobs.planner_problem import default_precision
 from hocket.planning.fit import HEADROOM
 from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.problem import Problem
+from hocket.planning.search import fitting_memory
 from hocket.planning.table import read_training_table
 from hocket.planning.tools.megatron import LIMITS
 from hocket.planning.validate import training_report
@@ -22,6 +24,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.precision import state_bytes
 from hocket.spec.recompute import BITS
 from tests.planning.test_validate import EXTRACT
+from tests.rotation import part
 
 EIGHT = Problem(
     shape=shapes.shape("llama-3-8b"), cluster=hardware.cluster("1x8xH100-SXM"), seq_len=4096,
@@ -199,3 +202,30 @@ def test_the_default_precision_is_one_that_the_device_has(name: str) -> None:
     gpu = hardware.cluster(f"1x{name}").node.gpu
     assert default_precision(gpu) in gpu.flops
     assert (default_precision(gpu) == "fp16") == ("bf16" not in gpu.flops)
+
+
+JOBS = (
+    ("llama-3-70b", "4x8xA100-80", 240),
+    ("mixtral-8x7b", "2x8xH100-SXM", 256),
+    ("deepseek-v3", "8x8xH200", 120),
+    ("gpt2", "1x4xT4", 64),
+)
+
+
+@pytest.mark.parametrize(
+    ("job", "stack"), part([(job, stack) for job in JOBS for stack in stacks()], 8)
+)
+def test_a_layout_that_is_passed_over_does_not_fit(job: tuple[str, str, int], stack: str) -> None:
+    """Of layouts that differ by the microbatch those behind one that does not fit are not looked
+    at: memory grows with the microbatch."""
+    name, cluster, batch = job
+    for precision in ("fp16", "fp32") if "T4" in cluster else ("bf16", "fp32"):
+        problem = Problem(
+            shape=shapes.shape(name), cluster=hardware.cluster(cluster), seq_len=2048,
+            global_batch=batch, precision=precision, stack=stack,
+        )  # fmt: skip
+        for rows in problem.legal_parts(problem.cluster.num_gpus):
+            exact, found = problem.high_memory(rows), fitting_memory(problem, rows)
+            known = np.isfinite(found)
+            assert np.array_equal(found[known], exact[known])
+            assert np.all(exact[~known] > problem.usable)

@@ -53,14 +53,20 @@ def group_size(axis: str, at: Layouts) -> Floats:
     Raises:
         KeyError: the table above does not have the axis.
     """
-    shard = np.minimum(at.shard, at.dp)
-    sizes: dict[str, Floats] = {
-        "tp": at.tp, "cp": at.cp, "dp": at.dp, "pp": at.pp, "expert": at.ep,
-        "embedding": np.minimum(at.pp, 2.0), "data": at.dp * at.cp, "shard": shard * at.cp,
-        "replicas": at.dp / shard,
-        "expert_data": np.rint(at.dp * at.cp * at.tp / (expert_tp(at) * at.ep)),
-    }  # fmt: skip
-    return sizes[axis]
+    match axis:
+        case "expert":
+            return at.ep
+        case "embedding":
+            return np.minimum(at.pp, 2.0)
+        case "data":
+            return at.dp * at.cp
+        case "shard":
+            return np.minimum(at.shard, at.dp) * at.cp
+        case "replicas":
+            return at.dp / np.minimum(at.shard, at.dp)
+        case "expert_data":
+            return np.rint(at.dp * at.cp * at.tp / (expert_tp(at) * at.ep))
+    return {"tp": at.tp, "cp": at.cp, "dp": at.dp, "pp": at.pp}[axis]
 
 
 def expert_tp(at: Layouts) -> Floats:

@@ -52,7 +52,12 @@ MOST_VIRTUAL = 16
 _NAMED = {value: name for name, value in NAMES.items()}
 
 
-def legal_layouts(
+def legal_layouts(*job: Any, **limits: Any) -> Layouts:
+    """All of `legal_parts`; empty if there is none."""
+    return concatenate(list(legal_parts(*job, **limits)))
+
+
+def legal_parts(
     shape: ModelShape,
     num_gpus: int,
     seq_len: int,
@@ -62,8 +67,10 @@ def legal_layouts(
     here: bool = False,
     domain: int = 1,
     selective: bool = True,
-) -> Layouts:
-    """Every legal layout of exactly `num_gpus` GPUs; empty if there is none.
+) -> Iterator[Layouts]:
+    """Every legal layout of exactly `num_gpus` GPUs, one set of options after the other: of a
+    mixture on thousands of GPUs they are millions. Rows that differ by the microbatch alone follow
+    each other, from the smallest on.
 
     Args:
         pins: axis (one of PINS) to the only value it may have.
@@ -75,7 +82,6 @@ def legal_layouts(
     pins = dict(pins or {})
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
     base = _with_batches(meshes, shape, global_batch, pins)
-    parts: list[dict[str, Floats]] = []
     offload = pins.get("offload", "none").split("+")
     for option in _options(pins, here, has_latent(shape)):
         schedule, zero, again, parallel = option
@@ -98,10 +104,8 @@ def legal_layouts(
             chosen[name] = np.full(count, float(value))
         chosen["offload"] = np.full(count, float(OFFLOAD.index("+".join(offload))))
         chosen["shard"] = chosen["dp"]
-        parts += _sharded(chosen, zero, domain, pins=pins, here=here)
-    names = [field.name for field in dataclasses.fields(Layouts)]
-    empty = np.empty(0)
-    return Layouts(**{n: np.concatenate([p[n] for p in parts]) if parts else empty for n in names})
+        for rows in _sharded(chosen, zero, domain, pins=pins, here=here):
+            yield Layouts(**rows)
 
 
 def _sharded(
@@ -271,8 +275,10 @@ def runs_here(layouts: Layouts, axes: Collection[str] | None = None) -> np.ndarr
 
 def concatenate(parts: Sequence[Layouts]) -> Layouts:
     """The rows of all parts, in order."""
-    names = [field.name for field in dataclasses.fields(Layouts)]
-    return Layouts(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+    if len(parts) == 1:
+        return parts[0]
+    names, none = [field.name for field in dataclasses.fields(Layouts)], np.empty(0)
+    return Layouts(**{n: np.concatenate([none, *(getattr(p, n) for p in parts)]) for n in names})
 
 
 def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pins) -> str | None:

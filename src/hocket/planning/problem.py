@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
 from hocket.planning.fit import fits_host, proposable
-from hocket.planning.layouts import LATE, legal_layouts
+from hocket.planning.layouts import LATE, concatenate, legal_parts
 from hocket.planning.pins import Pins
 from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build_schedule, stage_ranks
@@ -200,15 +200,20 @@ class Problem:
         return np.where(late & (layouts.pp > 1), here[1], here[0])
 
     def legal(self, num_gpus: int, *, pins: Pins | None = None, here: bool = False) -> Layouts:
-        """Every legal layout of so many GPUs, as `layouts.legal_layouts`, that `limits` allow."""
-        domain = min(self.cluster.domain, num_gpus)
-        found = legal_layouts(
-            self.shape, num_gpus, self.seq_len, self.global_batch,
-            pins=pins, here=here, domain=domain, selective=self._selective,
-        )  # fmt: skip
-        for limit in self.limits:
-            found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
-        return found
+        """Every legal layout of so many GPUs that `limits` allow."""
+        return concatenate(list(self.legal_parts(num_gpus, pins=pins, here=here)))
+
+    def legal_parts(
+        self, num_gpus: int, *, pins: Pins | None = None, here: bool = False
+    ) -> Iterator[Layouts]:
+        """The same, as `layouts.legal_parts`."""
+        for found in legal_parts(
+            self.shape, num_gpus, self.seq_len, self.global_batch, pins=pins, here=here,
+            domain=min(self.cluster.domain, num_gpus), selective=self._selective,
+        ):  # fmt: skip
+            for limit in self.limits:
+                found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
+            yield found
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -263,11 +268,14 @@ class Problem:
         bent = layouts.schedule == SCHEDULES.index("zb-v")
         # More microbatches than that are never in flight.
         flight = np.where(bent, np.minimum(layouts.microbatches, 2 * layouts.pp), 0)
-        cuts = np.stack([layouts.pp, layouts.virtual, flight, layouts.lighter], axis=1).astype(int)
-        unique, place = np.unique(cuts, axis=0, return_inverse=True)
-        table = [self._rank_layers(*cut) for cut in unique.tolist()]
+        cuts = np.stack([layouts.pp, layouts.virtual, flight, layouts.lighter]).astype(int)
+        sizes = tuple(1 + cuts.max(axis=1, initial=0))
+        key = np.ravel_multi_index(tuple(cuts), sizes)
+        unique, place = np.unique(key, return_inverse=True)
+        found = map(tuple, np.stack(np.unravel_index(unique, sizes), axis=1).tolist())
+        table = [self._known.get(cut) or self._rank_layers(*cut) for cut in found]
         names = [field.name for field in dataclasses.fields(RankLayers)]
-        columns = np.array(table, dtype=np.float64).reshape(-1, len(names))[place.ravel()].T
+        columns = np.array(table, dtype=np.float64).reshape(-1, len(names))[place].T
         return RankLayers(**dict(zip(names, columns, strict=True)))
 
     def _rank_layers(self, pp: int, virtual: int, bent: int, lighter: int) -> tuple[float, ...]:
@@ -278,23 +286,22 @@ class Problem:
             schedule="zb-v" if bent else "1f1b",
             pipeline_split="light-ends" if lighter else "balanced",
         )
-        if (layout, bent) not in self._known:
-            stages: list[list[int]] = [[] for _ in range(pp)]
-            for layers, rank in zip(self.cut(layout), stage_ranks(layout), strict=True):
-                stages[rank].append(layers)
-            held = [sum(own) for own in stages]
-            flight = [0.0] * pp
-            if bent and pp > 1:
-                down, up = np.array(stages, dtype=np.float64).T
-                both = np.full(pp, float(pp)), np.full(pp, float(bent))
-                flight = bent_in_flight(down, up, *both, np.arange(float(pp))).tolist()
-            early = stages[0][0] - held[0] / len(stages[0])
-            inner = max(flight[1:], default=0.0)
-            self._known[layout, bent] = held[0], held[-1], max(held), early, flight[0], inner
-        return self._known[layout, bent]
+        stages: list[list[int]] = [[] for _ in range(pp)]
+        for layers, rank in zip(self.cut(layout), stage_ranks(layout), strict=True):
+            stages[rank].append(layers)
+        held = [sum(own) for own in stages]
+        flight = [0.0] * pp
+        if bent and pp > 1:
+            down, up = np.array(stages, dtype=np.float64).T
+            both = np.full(pp, float(pp)), np.full(pp, float(bent))
+            flight = bent_in_flight(down, up, *both, np.arange(float(pp))).tolist()
+        early = stages[0][0] - held[0] / len(stages[0])
+        inner = max(flight[1:], default=0.0)
+        found = held[0], held[-1], max(held), early, flight[0], inner
+        return self._known.setdefault((pp, virtual, bent, lighter), found)
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[Layout, int], tuple[float, ...]]:
+    def _known(self) -> dict[tuple[int, ...], tuple[float, ...]]:
         return {}
 
     def proposable(self, layouts: Layouts, high: Floats | None = None) -> np.ndarray:

@@ -117,26 +117,17 @@ def search_layouts(
         message, hint = unknown("objective", objective, OBJECTIVES)
         raise OptionError(message, hint=hint)
     pins = dict(pins or {})
-    parts = []
-    for size in _sizes(problem, objective, pins, here):
-        parts.append(problem.legal(size, pins=pins, here=here))
-    layouts = concatenate(parts)
-    high = problem.high_memory(layouts)
-    fits = problem.proposable(layouts, high)
-    num_gpus = int(_layout_gpus(layouts).max())
-    if not fits.any():
-        at = int(high.argmin())
-        least = layout_at(layouts, at), float(high[at])
-        empty = estimate_layouts(problem, layouts.take(np.arange(0)))
-        return SearchResult(empty, len(layouts), 0, num_gpus, least)
-    kept = np.flatnonzero(fits)
-    scored = estimate_layouts(problem, layouts.take(kept), high=high[kept])
+    space = _space(problem, objective, pins, here)
+    scored = estimate_layouts(problem, concatenate(space.fitting), high=np.concatenate(space.high))
+    if not len(scored):
+        return SearchResult(scored, space.num_legal, 0, space.num_gpus, space.least)
+    num_fitting = len(scored)
     exchanged = np.flatnonzero(problem.exchanged(scored.layouts, scored.times))
     if len(exchanged):
         scored = scored.take(exchanged)
     extra = simulated if extra is None else min(extra, simulated)
     best = _best(problem, scored, objective, simulated, extra)
-    return SearchResult(best, len(layouts), len(kept), num_gpus, None)
+    return SearchResult(best, space.num_legal, num_fitting, space.num_gpus, None)
 
 
 def estimate_layouts(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Scored:
@@ -250,16 +241,75 @@ def _take(times: StepTimes, index: np.ndarray) -> StepTimes:
     return StepTimes(**{n: np.broadcast_to(getattr(times, n), (rows,))[index] for n in names})
 
 
-def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int]:
-    """Numbers of GPUs to look at: all that are there, or the most for which a layout is legal."""
+def fitting_memory(problem: Problem, layouts: Layouts) -> Floats:
+    """As `Problem.high_memory`, of rows that may fit, [r]; infinite for rows that cannot, since
+    they differ by a larger microbatch alone from one before them that does not.
+
+    Rows of equal layouts but for their microbatches follow each other, from the smallest on.
+    """
+    count = len(layouts)
+    found = np.full(count, np.inf)
+    begins = np.ones(count, dtype=bool)
+    same = layouts.microbatch[1:] > layouts.microbatch[:-1]
+    for field in dataclasses.fields(Layouts):
+        if field.name not in ("microbatch", "microbatches"):
+            column = getattr(layouts, field.name)
+            same &= column[1:] == column[:-1]
+    begins[1:] = ~same
+    rows = np.flatnonzero(begins)
+    ends, width = np.append(rows[1:], count), 1
+    while len(rows):
+        window = rows[:, None] + np.arange(width)
+        some = window[window < ends[:, None]]
+        found[some] = problem.high_memory(layouts.take(some))
+        last = np.minimum(rows + width, ends) - 1
+        more = (found[last] <= problem.usable) & (last + 1 < ends)
+        rows, ends, width = last[more] + 1, ends[more], 2 * width
+    return found
+
+
+class _Space:
+    """Legal layouts: how many there are, and those that fit.
+
+    Attributes:
+        fitting, high: parts of them, and their bytes of `Problem.high_memory`.
+        num_gpus: the most that a legal one uses.
+        least: the layout of least memory, and its bytes; None: there is none.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.fitting: list[Layouts] = []
+        self.high: list[Floats] = []
+        self.num_legal = self.num_gpus = 0
+        self.least: tuple[Layout, float] | None = None
+
+    def add(self, size: int, pins: Pins, here: bool) -> None:
+        """Those of so many GPUs."""
+        for part in self.problem.legal_parts(size, pins=pins, here=here):
+            high = fitting_memory(self.problem, part)
+            kept = np.flatnonzero(self.problem.proposable(part, high))
+            self.fitting.append(part.take(kept))
+            self.high.append(high[kept])
+            self.num_legal += len(part)
+            if len(part):
+                self.num_gpus = max(self.num_gpus, size)
+                at = int(high.argmin())
+                if self.least is None or high[at] < self.least[1]:
+                    self.least = layout_at(part, at), float(high[at])
+
+
+def _space(problem: Problem, objective: str, pins: Pins, here: bool) -> _Space:
+    """Of all GPUs that are there, or of the most for which a layout is legal; by price, of halves
+    of these too. Raises OptionError where there is none."""
     cluster = problem.cluster
     step = cluster.node.num_gpus if cluster.num_nodes > 1 else 1
-    most = 0
+    found = _Space(problem)
     for size in range(cluster.num_gpus, 0, -step):
-        if len(problem.legal(size, pins=pins, here=here)):
-            most = size
+        found.add(size, pins, here)
+        if found.num_legal:
             break
-    if not most:
+    else:
         asked = pins_text(pins)
         shape, seq_len, batch = problem.shape, problem.seq_len, problem.global_batch
         reason = unmet_pin(shape, cluster.num_gpus, seq_len, batch, pins)
@@ -271,8 +321,9 @@ def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int
             f"legal on {cluster.name}" + (f" with {asked}" if asked else "") + why,
             hint="drop a --pin" if asked else f"--global-batch {cluster.num_gpus}",
         )
-    sizes = [most]
-    if objective == "tokens-per-dollar":
-        while len(sizes) < SIZES and sizes[-1] % 2 == 0:
-            sizes.append(sizes[-1] // 2)
-    return sizes
+    sizes = 1
+    while objective == "tokens-per-dollar" and sizes < SIZES and size % 2 == 0:
+        size //= 2
+        sizes += 1
+        found.add(size, pins, here)
+    return found
