@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
+from hocket.models.samples import sample_config  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.native.kernels import CpuKernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
@@ -37,6 +40,7 @@ from hocket.serving.scheduling.admission import Admission  # noqa: E402
 from hocket.serving.scheduling.step import LAST, UNKNOWN, BatchRow, StepPlan  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, PROMPTS, SERVED, whole_model  # noqa: E402
+from tests.rotation import part  # noqa: E402
 from tests.serving.paged import ToyScheduler, compare_pages  # noqa: E402
 from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
 
@@ -360,6 +364,30 @@ def test_self_check_tells_what_cannot_be_served() -> None:
     ):
         with pytest.raises(ModelError, match=reason):
             self_check(config)
+
+
+def served_types() -> list[str]:
+    """Types whose server is equal in one process, by the table of docs/reference."""
+    table = Path(__file__).parents[2] / "docs/reference/served-families.jsonl"
+    _, *rows = map(json.loads, table.read_text().splitlines())
+    return [
+        row["kind"]
+        for row in rows
+        if any(mark == "=" and "a" in columns for mark, _, columns, *_ in row["cells"])
+        and not row["kind"].endswith("+")
+    ]
+
+
+@pytest.mark.parametrize("kind", part(served_types(), 16))
+def test_types_of_the_table_are_still_served(kind: str) -> None:
+    assert self_check(sample_config(kind)) < 1e-3
+
+
+def test_a_layer_without_the_window_of_its_model_sees_all_tokens() -> None:
+    """EXAONE 4 hands None to attention in some layers, and keeps the window in all modules."""
+    mixed = ["sliding_attention", "full_attention"] * 2
+    config = {**FAMILIES["llama"], "model_type": "exaone4", "sliding_window": 4}
+    assert self_check({**config, "num_hidden_layers": 4, "layer_types": mixed}) < 1e-5
 
 
 def test_a_window_that_only_masks_are_made_of_is_followed() -> None:

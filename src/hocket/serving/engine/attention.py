@@ -96,7 +96,6 @@ def module_attention(  # noqa: PLR0917  as transformers calls it
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
@@ -110,11 +109,11 @@ def module_attention(  # noqa: PLR0917  as transformers calls it
     assert _active is not None, "paged attention runs inside a StageRunner"
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    # Qwen2-MoE makes masks of its window and hands none on; EXAONE 4 hands on None in some layers.
+    window = others.pop("sliding_window", getattr(module, "sliding_window", None))
     if others or attention_mask is not None:
         _refuse(module, attention_mask, others)
-    if sliding_window is None:  # Qwen2-MoE makes masks of it, and hands none on
-        sliding_window = getattr(module, "sliding_window", None)
-    options = Options(scaling, sliding_window or None, softcap or None, s_aux)
+    options = Options(scaling, window or None, softcap or None, s_aux)
     latent = given_heads(module)
     if latent is not None:
         both = cast("LatentAttending", _active)
