@@ -1,4 +1,5 @@
-"""Writes docs/reference/cli.md from the commands' own help.
+"""Writes cli.md from the commands' own help, json.md from their events, and glossary.md from the
+docstrings of `hocket.spec`.
 
     .venv/bin/python docs/reference/write_cli.py
 
@@ -7,6 +8,7 @@ A test compares the page with what this would write.
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("cli.md")
 JSON_PAGE = PAGE.with_name("json.md")
+GLOSSARY = PAGE.with_name("glossary.md")
 
 HEAD = """\
 # The command line
@@ -94,7 +97,54 @@ def json_page() -> str:
     return JSON_HEAD + "".join(f"| `{name}` | {text} |\n" for name, text in EVENTS.items())
 
 
+GLOSSARY_HEAD = """\
+# Glossary
+
+Written by `docs/reference/write_cli.py` from the docstrings of `hocket.spec`; do not edit.
+The last column has names of other tools that hocket's commands take as well.
+"""
+
+
+def terms_of(docstring: str, section: str) -> dict[str, str]:
+    """The terms of a section of a docstring (`Attributes:`), with their texts."""
+    text = inspect.cleandoc(docstring).partition(f"{section}")[2].partition(":\n")[2]
+    found: dict[str, str] = {}
+    for line in text.partition("\n\n")[0].splitlines():
+        if line.startswith("     "):
+            found[[*found][-1]] += f" {line.strip()}"
+        else:
+            name, _, meaning = line.strip().partition(": ")
+            found[name] = meaning
+    return found
+
+
+def glossary() -> str:
+    """The page of terms."""
+    from hocket import spec
+    from hocket.spec.layout import Layout
+    from hocket.spec.run import Workload
+    from hocket.spec.service import Service
+    from hocket.spec.synonyms import SYNONYMS
+
+    parts = [GLOSSARY_HEAD]
+    for title, docstring, section in (
+        ("Terms", spec.__doc__, "Terms"),
+        ("Fields of a layout", Layout.__doc__, "Attributes"),
+        ("Sizes of a training step", Workload.__doc__, "Attributes"),
+        ("A service", Service.__doc__, "Attributes"),
+    ):
+        rows = [f"## {title}\n\n| term | meaning | also |\n|---|---|---|"]
+        for name, meaning in terms_of(docstring or "", section).items():
+            also = ", ".join(f"`{other}`" for other, here in SYNONYMS.items() if here == name)
+            term = name if section == "Terms" else f"`{name}`"
+            text = meaning.replace("``", "`").replace('`"', "`").replace('"`', "`")
+            rows.append(f"| {term} | {text[:1].upper()}{text[1:]} | {also} |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     JSON_PAGE.write_text(json_page(), encoding="utf-8")
-    print(f"wrote {PAGE} and {JSON_PAGE}")
+    GLOSSARY.write_text(glossary(), encoding="utf-8")
+    print(f"wrote {PAGE}, {JSON_PAGE} and {GLOSSARY}")

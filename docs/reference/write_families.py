@@ -44,7 +44,7 @@ SERVED_RUN = (
     "recurrent types: 11-27, in steps that are split)"
 )
 """Days of the runs whose rows are kept."""
-MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
+MARKS = {"equal": "=", "rejected": "-", "different": "X", "crashed": "!"}
 
 HEAD = """\
 # Every model type
@@ -90,9 +90,7 @@ def served_page(rows: tuple[TypeRow, ...]) -> str:
     ]
     ratios = [cell.ratio for row in rows for cell in row.cells if cell.outcome == "equal"]
     worst = max((ratio for ratio in ratios if ratio is not None), default=0.0)
-    counts = ", ".join(
-        f"{count} {_rejected(outcome)}" for outcome, count in found.outcomes().items()
-    )
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
     lines = [
         SERVED_HEAD,
         f"Run of {SERVED_RUN}, `hocket check --serve --matrix` on two CPU cores: {len(plain)} "
@@ -112,16 +110,12 @@ def served_page(rows: tuple[TypeRow, ...]) -> str:
         "",
         "## What is rejected, and why",
         "",
-        *(line.replace("refused: ", "") for line in _reasons(found)),
+        *(line.replace("rejected: ", "") for line in _reasons(found)),
         "## Reversed switches",
         "",
         *(f"- `{row.kind}`: {_plain(row.switches)}" for row in rows if row.switches),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _rejected(outcome: str) -> str:
-    return "rejected" if outcome == "refused" else outcome
 
 
 def page(rows: tuple[TypeRow, ...]) -> str:
@@ -167,7 +161,7 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         "",
         "## What is rejected, and why",
         "",
-        *(line.replace("refused: ", "") for line in _reasons(every)),
+        *(line.replace("rejected: ", "") for line in _reasons(every)),
         "## Blocks that tensor parallelism replicates",
         "",
         *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note and row.kind in split),
@@ -180,7 +174,7 @@ def page(rows: tuple[TypeRow, ...]) -> str:
 
 
 def _counts(found: Matrix) -> str:
-    return ", ".join(f"{count} {_rejected(outcome)}" for outcome, count in found.outcomes().items())
+    return ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
 
 
 def _line(row: TypeRow, layouts: tuple[str, ...]) -> str:

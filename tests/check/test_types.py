@@ -36,7 +36,7 @@ def test_some_types_are_equal_or_refused() -> None:
         for row in found.rows
         for cell in row.cells
         if cell.outcome in ("different", "crashed")
-        or (cell.outcome == "refused") != bool(cell.reason not in ("", jobs.ROUNDING))
+        or (cell.outcome == "rejected") != bool(cell.reason not in ("", jobs.ROUNDING))
     ]
     assert not bad, "\n".join(bad)
     for row in found.rows:
@@ -81,7 +81,7 @@ def test_whole_sequences_are_masked_and_what_no_module_reads_is_gathered() -> No
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
     assert outcomes["mpt"] == ["equal", "equal"]  # its alibi is added to the mask
     # It trains on the mean over several predicted tokens, not on next-token cross-entropy.
-    assert outcomes["prophetnet"] == ["refused", "refused"]
+    assert outcomes["prophetnet"] == ["rejected", "rejected"]
     assert "transformers' own loss" in found.rows[1].cells[0].reason
 
 
@@ -92,7 +92,7 @@ def test_a_layout_of_any_size_is_tried_on_two_ranks_first() -> None:
     layout = "dp2.tp2.ep2:sequence_parallel=true"
     found = {row.kind: row.cells[0] for row in check_matrix(["mixtral", "mixtral+"], [layout]).rows}
     assert found["mixtral"].outcome == "equal"
-    assert found["mixtral+"].outcome == "refused"
+    assert found["mixtral+"].outcome == "rejected"
     assert "auxiliary loss" in found["mixtral+"].reason
 
 
@@ -111,7 +111,7 @@ def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words()
     kinds = ["codegen", "ctrl", "deepseek_v4", "roformer", "trocr", "xmod"]
     found = check_matrix(kinds, ["tp2", "pp2:microbatches=2"])
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
-    assert outcomes.pop("xmod") == ["equal", "refused"]
+    assert outcomes.pop("xmod") == ["equal", "rejected"]
     assert all(each == ["equal", "equal"] for each in outcomes.values()), outcomes
     reason = found.rows[-1].cells[1].reason
     assert reason == "its own code reads 'output' of a layer that is on another stage"

@@ -101,6 +101,31 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("schedule --layout pp2:schedule=gpip", "hocket schedule --layout pp2:schedule=gpipe"),
+        ("schedule --layout pp2 --schedule x", "hocket schedule --help schedule"),
+        ("schedule --layout zro2", "hocket schedule --help layout"),
+        ("schedule --layout pp2:offload=x", "hocket schedule --help layout"),
+        ("completion x", "hocket completion --help"),
+        ("chaos tiny-llama --kinds x", "hocket chaos --help kinds"),
+        ("plan nothing --cluster 8xH100", None),
+        ("plan tiny-llama --cluster 0xH100", "hocket plan tiny-llama --cluster 8xH100-SXM-80"),
+        ("plan m --ttft-ms 9", "hocket plan m --ttft-ms 9 --serve"),
+    ],
+)
+def test_a_hint_is_a_command_also_where_no_name_is_near(
+    capsys: pytest.CaptureFixture[str], typed: str, hint: str | None
+) -> None:
+    code, _, err = run(capsys, *typed.split())
+    assert code == 2
+    if hint is None:
+        assert "the catalogue has" not in err  # nothing there is like it
+    else:
+        assert err.endswith(f"  hint: {hint}\n")
+
+
+@pytest.mark.parametrize(
     ("typed", "hint", "mended"),
     [
         (["train", "m", "--steps", "3"], "--steps 4", "hocket train m --steps 4"),
@@ -132,6 +157,12 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
             "hocket train m --steps 3",
         ),
         (["train", "m"], "leave --steps out", None),
+        (["train", "m"], "--data a:0.3 b:1", "hocket train m --data a:0.3 b:1"),
+        (
+            ["train", "m", "--layout", "pp2:pipeline_split=3-4,zero=1"],
+            "--pipeline-split even",
+            "hocket train m --layout pp2:zero=1 --pipeline-split even",
+        ),
     ],
 )
 def test_a_hint_of_flags_is_a_whole_command(

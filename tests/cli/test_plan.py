@@ -205,7 +205,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["llama-3-9b", *ASKED[1:]], "the catalogue has 'llama-3-8b', another size"),
+        (["llama-3-9b", *ASKED[1:]], "the catalogue has 'llama-3-8b', another model"),
         (
             ["llama-3-8b", "--cluster", "8xH10O", "--global-batch", "8"],
             "hint: hocket plan llama-3-8b --cluster 8xH100-SXM-80 --global-batch 8",
@@ -216,7 +216,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["llama-3-8b", "--global-batch", "8"], "which GPUs?"),
         (["--cluster", "8xH100"], "which model?"),
         ([*ASKED, "--objective", "speed"], "unknown objective 'speed'"),
-        ([*ASKED, "--pin", "tpp=4"], "did you mean 'tp'"),
+        ([*ASKED, "--pin", "tpp=4"], "--pin tp=4"),
         ([*ASKED, "--pin", "tp=3"], "is legal on"),
         ([*ASKED, "--layout", "tp3.dp2"], "heads do not divide over tp 3"),
         ([*ASKED, "--layout", "dp2", "--pin", "tp=2"], "one of the two"),

@@ -20,7 +20,7 @@ def test_a_pipelines_rest_is_reported_where_there_is_a_pipeline(layout: str, sho
         layout=layout, step_seconds=1.0, tokens_per_second=1.0, bubble=0.1, memory=({"total": 9},)
     )
     summary = Summary(run=Path("run"), step_seconds=1.0, forecast=forecast, bubble=0.2)
-    assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(summary_lines(summary))) == shown
+    assert ("ranks idle 10% (measured 20%)" in "\n".join(summary_lines(summary))) == shown
 
 
 @pytest.mark.parametrize(("each", "median"), [((9.0, 1.0, 2.0, 3.0), 2.0), ((9.0,), 9.0)])

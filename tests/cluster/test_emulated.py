@@ -393,7 +393,7 @@ def the_page_of_training_runs(cluster: Cluster) -> None:
         agents = _of_page(
             cluster,
             stack,
-            "train.md",
+            "several-hosts.md",
             *own,
             "--seq-len",
             "16",

@@ -346,11 +346,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_reference_is_what_the_commands_say() -> None:
     sys.path.insert(0, str(GENERATED.parent))
     try:
-        from write_cli import json_page, page
+        from write_cli import glossary, json_page, page
     finally:
         sys.path.pop(0)
     assert GENERATED.read_text() == page(), "run: .venv/bin/python docs/reference/write_cli.py"
     assert GENERATED.with_name("json.md").read_text() == json_page()
+    assert GENERATED.with_name("glossary.md").read_text() == glossary()
 
 
 def test_torchrun_of_several_hosts_meets() -> None:
@@ -361,7 +362,7 @@ def test_torchrun_of_several_hosts_meets() -> None:
         for words in re.findall(r"torchrun (--nnodes (?:\\\n|[^\n`])*)", page.read_text("utf-8"))
         if "-m --" in words
     ]
-    assert {"train.md", "serve.md", "fine-tune-70b.md"} <= {name for name, _ in shown}
+    assert {"several-hosts.md", "serve.md", "fine-tune-70b.md"} <= {name for name, _ in shown}
     for name, words in shown:
         fixed = ("--node-rank", "--master-addr", "--master-port")
         changing = ("--rdzv-backend", "--rdzv-endpoint")

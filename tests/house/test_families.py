@@ -38,10 +38,10 @@ def test_the_page_is_what_its_rows_say(writer: Any, served: bool) -> None:
     counted = [row for row in rows if served or not row.kind.endswith(SWITCHED)]
     counts = Matrix(layouts=(), rows=tuple(counted)).outcomes()
     readme = (REFERENCE.parents[1] / "README.md").read_text()
-    assert f"{counts['equal']} equal, {counts['refused']} rejected, 0 different" in readme
+    assert f"{counts['equal']} equal, {counts['rejected']} rejected, 0 different" in readme
     for row in rows:
         assert {cell.layout for cell in row.cells} <= {*(SERVED_LAYOUTS if served else LAYOUTS)}
-        assert all(cell.outcome in ("equal", "refused") for cell in row.cells), row.kind
+        assert all(cell.outcome in ("equal", "rejected") for cell in row.cells), row.kind
         # A reason is ours: no other library's exception text.
         assert not any(re.search(r"[A-Z]\w+Error: ", cell.reason) for cell in row.cells), row.kind
         assert not any("hocket-check-" in cell.reason for cell in row.cells), row.kind
@@ -67,7 +67,7 @@ def test_kept_rows_lose_nothing_but_digits(writer: Any) -> None:
     cells = (
         Cell(layout="dp1", outcome="equal", ratio=0.123456789),
         Cell(layout="tp2", outcome="equal", reason="rounding", ratio=0.5),
-        Cell(layout="cp2", outcome="refused", reason="why"),
+        Cell(layout="cp2", outcome="rejected", reason="why"),
         Cell(layout="cp2.tp2", outcome="different", reason="why", ratio=2.0),
     )
     rows = (

@@ -82,6 +82,11 @@ def test_train_resume_push_and_use_by_name(loopback, tmp_path, monkeypatch, caps
         assert main(["export", str(run.path), "--push-to-hub", "me/tiny"]) == 0
         assert pushed.files["README.md"] == b"a card of my own"
         assert main(["generate", "me/tiny", "--prompt", "sent", "--max-new-tokens", "2"]) == 0
+        capsys.readouterr()
+    assert main(["export", str(run.path), "--push-to-hub", "me/tiny"]) == 2
+    said = capsys.readouterr().err
+    assert "me/tiny" in said
+    assert "there is no folder" not in said  # which is said of models that are read
 
 
 @pytest.mark.ranks

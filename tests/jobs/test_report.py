@@ -93,7 +93,7 @@ def test_without_matplotlib_the_extra_is_named(
     [
         ([], "which run?"),
         (["RUN", "RUN", "RUN"], "3 runs were given"),
-        (["RUN/nothing"], "is not there"),
+        (["RUN/nothing"], "there is no folder"),
         (["RUN/run.json"], "is a file"),
         (["EMPTY"], "holds no run"),
         (["RUN", "--out", "EMPTY"], "is a folder"),

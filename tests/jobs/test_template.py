@@ -157,6 +157,16 @@ def test_a_name_of_another_tool_is_printed_as_the_own_one(
     assert "--lr 1e-4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
+def test_a_server_of_a_catalogue_name_reads_its_weights_from_the_hub(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["template", kind, "llama-3-70b", "--layout", "tp8", "--serve"]) == 0
+    text = capsys.readouterr().out
+    assert "hocket serve meta-llama/Meta-Llama-3-70B in tp8" in text
+    assert "llama-3-70b" not in text.replace("Meta-Llama-3-70B", "")
+
+
 def test_the_board_and_the_alerts_read_metrics_that_a_server_has(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -245,7 +245,7 @@ def test_hints_that_can_be_pasted(tmp_path):
     assert "tiny-llama" in str(caught.value.hint)
     with pytest.raises(ModelError, match="unknown model 'qwen3-4b': there is no") as caught:
         resolve_model("qwen3-4b")  # neither is qwen3-8b
-    assert "the catalogue has 'qwen3-8b', another size" in str(caught.value.hint)
+    assert "the catalogue has 'qwen3-8b', another model" in str(caught.value.hint)
 
 
 def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tmp_path):

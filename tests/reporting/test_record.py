@@ -154,7 +154,7 @@ def test_events_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_an_error_with_the_nearest_one(tmp_path: Path) -> None:
     make(tmp_path / "runs" / "first")
-    with pytest.raises(RunFolderError, match="is not there") as missing:
+    with pytest.raises(RunFolderError, match="there is no folder") as missing:
         read_run(tmp_path / "runs" / "frist")
     assert missing.value.hint is not None
     assert missing.value.hint.endswith("first?")

@@ -76,8 +76,8 @@ def test_a_part_of_the_matrix_is_equal_or_rejected() -> None:
     assert [row.kind for row in found.rows] == names
     for row in found.rows:
         (cell,) = row.cells
-        assert cell.outcome in ("equal", "refused"), (row.kind, row.note, cell)
-        assert (cell.outcome == "refused") == bool(cell.reason)
+        assert cell.outcome in ("equal", "rejected"), (row.kind, row.note, cell)
+        assert (cell.outcome == "rejected") == bool(cell.reason)
         if row.kind in WORKED:
             assert cell.outcome == "equal", (row.kind, cell.reason)
 

@@ -41,12 +41,12 @@ def test_every_axis_alone_in_pairs_and_together_with_and_without_zero() -> None:
 
 
 def test_a_type_trains_under_axes_where_all_their_layouts_are_equal() -> None:
-    good = row("a", dp2="equal", pp2="equal", dp2_pp2="equal", dp2zero1="equal", tp2="refused")
+    good = row("a", dp2="equal", pp2="equal", dp2_pp2="equal", dp2zero1="equal", tp2="rejected")
     assert good.trains_under("dp", "pp", "zero")
     assert not good.trains_under("dp", "pp", "tp", "zero")
     assert not good.trains_under("tp")
     assert not row("a", dp2="equal").trains_under("dp", "pp")
-    sliced = Cell(layout="tp2:sequence_parallel=true", outcome="refused")
+    sliced = Cell(layout="tp2:sequence_parallel=true", outcome="rejected")
     whole = row("a", tp2="equal")
     unsliced = dataclasses.replace(whole, cells=(*whole.cells, sliced))
     assert unsliced.trains_under("tp")
@@ -55,7 +55,7 @@ def test_a_type_trains_under_axes_where_all_their_layouts_are_equal() -> None:
 
 
 def test_a_matrix_is_ok_without_a_difference_or_a_crash() -> None:
-    assert Matrix(layouts=("dp2",), rows=(row("a", dp2="equal", tp2="refused"),)).ok
+    assert Matrix(layouts=("dp2",), rows=(row("a", dp2="equal", tp2="rejected"),)).ok
     assert not Matrix(layouts=("dp2",), rows=(row("a", dp2="different"),)).ok
     assert not Matrix(layouts=("dp2",), rows=(row("a", dp2="crashed"),)).ok
     assert not Matrix(layouts=("dp2",), rows=()).ok

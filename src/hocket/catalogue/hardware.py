@@ -166,7 +166,7 @@ def cluster(text: str) -> Cluster:
         return _named(int(first), node(kind, device, int(second)))
     total = int(first or 1)
     if total < 1:
-        raise OptionError(f"{text!r} has no GPU", hint=f"8x{device.name}")
+        raise OptionError(f"{text!r} has no GPU", hint=f"--cluster 8x{device.name}")
     if total > whole.num_gpus and total % whole.num_gpus:
         raise OptionError(
             f"{total} {device.name} do not fill nodes of {whole.num_gpus}",

@@ -141,10 +141,9 @@ def main(arguments: Sequence[str]) -> int:
     if not flags.model:
         raise OptionError("no model was named", hint="hocket check tiny-llama --layout dp2")
     if not {"layout", *TERMS} & set(said):
-        raise OptionError(
-            "check compares a layout with one process, and no layout was given",
-            hint="--layout dp2",
-        )
+        from hocket.jobs.api import NO_LAYOUT
+
+        raise OptionError(NO_LAYOUT, hint="--layout dp2")
     from hocket.jobs.check import check_layout
     from hocket.jobs.request import request
 

@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     where = flags.to or flags.push_to_hub
     for name, value in (("RUN", flags.run), ("--to DIR", where)):
         if not value:
-            raise OptionError(f"{name} is missing", hint="hocket export RUN --to DIR")
+            raise OptionError(
+                f"{name} is missing", hint=f"hocket export {flags.run or 'RUN'} --to DIR"
+            )
     if flags.private and flags.push_to_hub is None:
         raise OptionError(
             "--private is of a repository on the Hub, and none is named",

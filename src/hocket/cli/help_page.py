@@ -64,9 +64,9 @@ TOPICS = {
         "steps", "epochs", "seq_len", "global_batch", "micro_batch_size", "rows",
         "gradient_accumulation_steps", "dtype", "grad_dtype", "layers",
     )),
-    "optimizer": ("learning rate, decay, clipping, dropout, seed", (
+    "optimizer": ("learning rate, decay, clipping, dropout", (
         "optimizer", "lr", "lr_schedule", "min_lr", "warmup", "weight_decay", "beta1", "beta2",
-        "eps", "max_grad_norm", "dropout", "seed",
+        "eps", "max_grad_norm", "dropout",
     )),
     "lora": ("adapters, 4-bit base", (
         "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "quantize_base",
@@ -105,9 +105,9 @@ TOPICS = {
     "matrix": ("many jobs at once", (
         "matrix", "quick", "models", "types", "schedules", "options",
     )),
-    "runtime": ("device, backend, threads, compilation, memory", (
-        "device", "backend", "threads", "bucket_mb", "compile", "attention", "trust_remote_code",
-        "memory_per_rank", "emulate_links", "gpu", "rank",
+    "runtime": ("device, backend, threads, seed, compilation, memory", (
+        "device", "backend", "threads", "seed", "bucket_mb", "compile", "attention",
+        "trust_remote_code", "memory_per_rank", "emulate_links", "gpu", "rank",
     )),
     "output": ("run folder, forecasts, JSON, timeline, trackers", (
         "run", "out", "full", "config", "json", "dry_run", "log_interval", "timeline_step",

@@ -17,7 +17,7 @@ from typing import Any
 
 from hocket.cli import installed
 from hocket.spec import downloads, renamed
-from hocket.spec.errors import CUTOFF, HocketError, OptionError, nearest
+from hocket.spec.errors import CUTOFF, ONE_OF_THEM, HocketError, OptionError, nearest
 
 GROUPS = {
     "Run": {
@@ -183,6 +183,8 @@ def print_error(error: HocketError, arguments: list[str], code: int | None = Non
     near = re.fullmatch(r"did you mean (?:the catalogue's )?'?([^' ]+)'?\?", hint or "")
     if near is not None:
         hint = _with_near(arguments, error.message, near[1]) or hint
+    elif hint == ONE_OF_THEM:
+        hint = _help_of(arguments, error.message)
     text = str(type(error)(error.message, hint=hint))
     if "--json" in arguments:
         from hocket.cli.events import print_event
@@ -196,14 +198,34 @@ def print_error(error: HocketError, arguments: list[str], code: int | None = Non
 def _with_near(arguments: list[str], message: str, near: str) -> str | None:
     """The command with a name that the message calls unknown replaced by the nearest; None where
     the name is not an argument of its own."""
-    named = [
+    named = {
         word
         for word in arguments[1:]
         if f"{word!r}" in message or f" {word}:" in message or message.startswith(f"{word} ")
-    ]
-    if len(set(named)) != 1 or named[0].startswith("-"):
+    }
+    if not named:  # a part of one argument, as of a layout
+        parts = {name for name in re.findall(r"'([\w.-]+)'", message) if _among(arguments, name)}
+        named = {name for name in parts if len(_among(arguments, name)) == 1}
+    if len(named) != 1 or (wrong := named.pop()).startswith("-"):
         return None
-    return shlex.join(["hocket", *(near if word == named[0] else word for word in arguments)])
+    part = re.compile(rf"(?<![\w-]){re.escape(wrong)}(?![\w-])")
+    return shlex.join(["hocket", *(part.sub(near, word) for word in arguments)])
+
+
+def _among(arguments: list[str], name: str) -> list[int]:
+    """The places of the arguments that a name is a part of."""
+    part = re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])")
+    return [at for at, word in enumerate(arguments) if at and part.search(word)]
+
+
+def _help_of(arguments: list[str], message: str) -> str:
+    """The help of the flag whose value the message calls unknown, else that of the verb."""
+    for name in re.findall(r"'([^']+)'", message):
+        for at in _among(arguments, name):
+            for flag in arguments[at], arguments[at - 1]:
+                if flag.startswith("--"):
+                    return f"hocket {arguments[0]} --help {flag[2:].partition('=')[0]}"
+    return f"hocket {arguments[0]} --help"
 
 
 def _verb(arguments: list[str]) -> int:

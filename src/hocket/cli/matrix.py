@@ -11,7 +11,7 @@ from hocket.cli.terminal import printable
 if TYPE_CHECKING:
     from hocket.spec.matrix import Matrix, TypeRow
 
-MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
+MARKS = {"equal": "=", "rejected": "-", "different": "X", "crashed": "!"}
 
 
 def run_matrix(

@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
         if name in written:
             raise OptionError(
                 f"{_flag(name)} is about serving, and this plans a training step",
-                hint=f"hocket plan {flags.model or 'MODEL'} --serve {_flag(name)} ...",
+                hint="--serve",
             )
     if flags.source is not None:
         return _from(flags, written)

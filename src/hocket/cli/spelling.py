@@ -239,6 +239,10 @@ def pasted(arguments: Sequence[str], hint: str) -> str:
     return f"{command}\n        {rest}" if rest else command
 
 
+_OF_SEVERAL = ("--data", "--eval-data")
+"""Flags with several values."""
+
+
 def mended(arguments: Sequence[str], hint: str) -> str | None:
     """The whole command with the flags of a hint in place of those typed, or without a flag that it
     leaves out; None where the hint has other words than flags and their values."""
@@ -253,7 +257,11 @@ def mended(arguments: Sequence[str], hint: str) -> str | None:
     for part in parts:
         if part.startswith("--"):
             flags.append([part])
-        elif flags and len(flags[-1]) == 1 and not flags[-1][0].endswith((",", ";")):
+        elif (
+            flags
+            and (len(flags[-1]) == 1 or flags[-1][0] in _OF_SEVERAL)
+            and not flags[-1][0].endswith((",", ";"))
+        ):
             flags[-1].append(part)
         else:
             return None
@@ -263,6 +271,8 @@ def mended(arguments: Sequence[str], hint: str) -> str | None:
     for flag in flags:
         for name in (flag[0], *_contradicting(flag)):
             command = _without(command, name)
+        in_text = re.compile(rf"([:,]){flag[0][2:].replace('-', '_')}=[^,\s]+(,|$)")
+        command = [in_text.sub(lambda part: part[1] if part[2] else "", one) for one in command]
         command += flag
     return f"hocket {shlex.join(command)}"
 

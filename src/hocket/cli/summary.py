@@ -59,8 +59,8 @@ def summary_lines(summary: Summary) -> list[str]:
         found.append(f"peak tensor memory {' to '.join(ends)}{rank}")
     if summary.truncated_documents:
         found.append(
-            f"{summary.truncated_documents:,} documents were cut at the length of a row and lost "
-            f"{summary.truncated_tokens:,} tokens"
+            f"documents cut at the length of a row: {summary.truncated_documents:,}; tokens lost: "
+            f"{summary.truncated_tokens:,}"
         )
     return found + forecast_lines(summary)
 
@@ -77,7 +77,7 @@ def forecast_lines(summary: Summary) -> list[str]:
         error = forecast.step_seconds / summary.step_seconds - 1
         parts.append(f"{format_seconds(forecast.step_seconds)}/step ({error:+.0%})")
     if summary.bubble is not None and Layout.stored(forecast.layout).num_stages > 1:
-        parts.append(f"idle {forecast.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
+        parts.append(f"ranks idle {forecast.bubble:.0%} (measured {summary.bubble:.0%})")
     if summary.memory_bytes and forecast.peak_bytes:
         most, seen = max(forecast.peak_bytes), max(summary.memory_bytes)
         parts.append(f"{format_bytes(most)} on the peak rank ({most / seen - 1:+.0%})")

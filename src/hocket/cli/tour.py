@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     _, width = terminal()
     walked = [key for key in STOPS if not flags.stops or key in flags.stops]
     numbers = {key: number for number, key in enumerate(walked, 1)}
-    rendered(None, 0, flags.lang)  # an unknown language is refused before anything runs
+    rendered(None, 0, flags.lang)  # an unknown language is rejected before anything runs
     if flags.out is not None:
         writable([flags.out], "tour.md")
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Listener = Callable[[dict[str, Any]], None]
 
+NO_LAYOUT = "check compares a layout with one process, and no layout was given"
+
 
 @errors_in_python()
 def train(
@@ -69,14 +71,15 @@ def train(
 def check(
     model: str | os.PathLike[str],
     *,
-    layout: str | Layout,
+    layout: str | Layout | None = None,
     steps: int = 3,
     seq_len: int = 32,
     global_batch: int = 8,
     on_event: Listener | None = None,
     **options: Any,
 ) -> CheckReport:
-    """Compare a layout with one process; the same as `hocket check`. `report.ok` is the verdict.
+    """Compare a layout, which has to be given, with one process; the same as `hocket check`.
+    `report.ok` is the verdict.
 
     Raises:
         HocketError: what the caller can mend.
@@ -84,6 +87,8 @@ def check(
     from hocket.jobs.check import check_layout as job
     from hocket.jobs.request import request
 
+    if layout is None:
+        raise OptionError(NO_LAYOUT, hint="--layout dp2")
     sizes = {"steps": steps, "seq_len": seq_len, "global_batch": global_batch}
     return job(request({"model": model, "layout": layout, **sizes, **options}), on_event=on_event)
 
@@ -188,6 +193,8 @@ def plan(
     from hocket.jobs.plan import plan_training as job
     from hocket.jobs.planner_problem import planned_seq_len
 
+    if not model:
+        raise OptionError("which model?", hint="hocket plan llama-3-8b --cluster 8xH100")
     if cluster is None:
         raise OptionError("which GPUs?", hint='cluster="8xH100"')
     options = _known(job, options)

@@ -127,8 +127,7 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
     if not overwrite and to.is_dir() and any(to.iterdir()) and to.resolve() not in _own(folder):
         raise OptionError(
             f"{to} is not empty; an export replaces what is there",
-            hint=f"another directory: --to {free_name(to)}, or --overwrite if it holds a model "
-            "that may be lost",
+            hint=f"--to {free_name(to)}, or --overwrite if it holds a model that may be lost",
         )
     if spec.options.lora_rank is not None:
         return _adapted(folder, spec, to, merge=merge)

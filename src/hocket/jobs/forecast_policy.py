@@ -245,7 +245,7 @@ def forecast_line(found: Forecast) -> str:
         text += " (80% within {} to {})".format(*map(format_seconds, found.step_range))
     text += f", {found.tokens_per_second:,.0f} tokens/s, "
     text += f"{format_bytes(max(found.peak_bytes))} on the peak rank"
-    return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")
+    return text + (f", ranks idle {found.bubble:.0%}" if found.bubble > 0.005 else "")
 
 
 def _write_reason(folder: RunFolder, spec: RunSpec, why: str) -> None:

@@ -226,7 +226,7 @@ def _legal_layouts(
         raise LayoutError(
             f"no layout of {os.path.basename(source.name)} on this machine{said}"
             + (f": {why.message}" if why else ""),
-            hint=why.hint if why and why.hint else "fewer --pin, or another --global-batch",
+            hint=why.hint if why and why.hint else "leave --pin out",
         )
     return found
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
-from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REFUSED, SWITCHED, Cell, Matrix, TypeRow
+from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REJECTED, SWITCHED, Cell, Matrix, TypeRow
 from hocket.spec.proxy_verdict import verdict_fields
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class _Batch:
             try:
                 one.config = resolve_model(file).config
             except HocketError as error:
-                one.failure = _cell(REFUSED, error.message.replace(str(file), kind))
+                one.failure = _cell(REJECTED, error.message.replace(str(file), kind))
 
     def _prepare(self) -> None:
         waiting = [one.kind for one in self.types.values() if one.failure is None]
@@ -233,7 +233,7 @@ class _Batch:
 
     def _know(self, event: Event) -> None:
         one = self.types[event["kind"]]
-        for outcome in (REFUSED, CRASHED):
+        for outcome in (REJECTED, CRASHED):
             if event.get(outcome):
                 one.failure = _cell(outcome, event[outcome])
                 return
@@ -343,7 +343,7 @@ class _Batch:
         """The case that ended a world, and what it came to."""
         for event in raised:
             if event["case"] in waiting:
-                outcome = REFUSED if event["refused"] else CRASHED
+                outcome = REJECTED if event["refused"] else CRASHED
                 return event["case"], _cell(outcome, event["reason"])
         culprit = begun.get(getattr(error, "rank", 0), min(begun.values(), default=-1))
         if culprit not in waiting:
@@ -360,11 +360,11 @@ class _Batch:
             model: Dimensions = dimensions(one.config)
             validate_layout(model, layout, workload(one.config))
         except HocketError as error:
-            one.cells[text] = _cell(REFUSED, error.message, text)
+            one.cells[text] = _cell(REJECTED, error.message, text)
             return True
         for part in verdict_fields(layout):
             if text not in one.cells and one.verdict[part]:
-                one.cells[text] = _cell(REFUSED, one.verdict[part], text)
+                one.cells[text] = _cell(REJECTED, one.verdict[part], text)
         return text in one.cells
 
     def _world(

@@ -162,6 +162,11 @@ def _require_fresh(module: nn.Module) -> None:
     """Raises ModelError for a module that is parallelized already, or has no values."""
     from hocket.spec.errors import ModelError
 
+    if not hasattr(module, "named_parameters"):
+        raise ModelError(
+            f"a module is needed, not a {type(module).__name__}",
+            hint="model = AutoModelForCausalLM.from_pretrained(FOLDER)",
+        )
     before = getattr(module, "_hocket_layout", None)
     if before is not None:
         raise ModelError(

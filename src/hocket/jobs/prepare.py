@@ -8,10 +8,11 @@ Torch-free throughout, so that it runs while the launcher's server still imports
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +89,18 @@ def prepare_job(request: JobRequest, *, world_size: int | None = None) -> Prepar
     if weights:
         mixture.slots_of(weights)
     # One commit for all of the job, whatever is pushed to a branch meanwhile.
-    data, eval_data = (
-        tuple(map(data_paths.fixed, data_paths.expanded_paths(paths)))
-        for paths in (request.data, request.eval_data)
-    )
+    fixed = []
+    for flag, paths in (("--data", request.data), ("--eval-data", request.eval_data)):
+        with _hints_with(flag):
+            fixed.append(tuple(map(data_paths.fixed, data_paths.expanded_paths(paths))))
+    data, eval_data = fixed
     request = dataclasses.replace(request, data=data, eval_data=eval_data)
     mixture.reject_weights(eval_data)
-    found = [data_paths.find_sources(paths) for paths in (data, eval_data) if paths]
+    found = []
+    for flag, paths in (("--data", data), ("--eval-data", eval_data)):
+        if paths:
+            with _hints_with(flag):
+                found.append(data_paths.find_sources(paths))
     data_paths.reject_repeated(*found)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
     source = resolve_model(source.repo or request.model, trust_remote_code=trusted)
@@ -117,6 +123,16 @@ def prepare_job(request: JobRequest, *, world_size: int | None = None) -> Prepar
             trust_remote_code=request.options.trust_remote_code,
         )
     return PreparedJob(request=request, source=source, layout=layout, schedule=schedule)
+
+
+@contextlib.contextmanager
+def _hints_with(flag: str) -> Iterator[None]:
+    """Errors of data whose hints have the flag that named it."""
+    try:
+        yield
+    except DataError as error:
+        error.hint = error.hint and error.hint.replace("--data", flag)
+        raise
 
 
 def device_checked(options: TrainOptions) -> None:

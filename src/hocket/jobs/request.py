@@ -302,6 +302,14 @@ def _at_least(name: str, value: float, least: float) -> None:
         )
 
 
+def _below_one(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise OptionError(
+            f"{name} is {value}; it must be at least 0 and below 1",
+            hint=f"leave --{name.replace('_', '-')} out",
+        )
+
+
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         message, hint = unknown(name, value, choices)
@@ -334,12 +342,9 @@ def check_options(options: TrainOptions) -> None:
     else:
         _at_least("save_every", options.save_every, 0)
     for name in ("beta1", "beta2", "eval_fraction"):
-        if not 0 <= getattr(options, name) < 1:
-            raise OptionError(
-                f"{name} is {getattr(options, name)}; it must be in 0 .. 1, 1 excluded"
-            )
-    if options.dropout is not None and not 0 <= options.dropout < 1:
-        raise OptionError(f"dropout is {options.dropout}; it must be in 0 .. 1, 1 excluded")
+        _below_one(name, getattr(options, name))
+    if options.dropout is not None:
+        _below_one("dropout", options.dropout)
     if options.warmup is not None:
         _at_least("warmup", options.warmup, 0)
     if options.bucket_mb is not None:
@@ -430,10 +435,7 @@ def _check_lora(options: TrainOptions) -> None:
             f"lora_alpha is {options.lora_alpha}; it must be above 0",
             hint=f"--lora-alpha {2 * options.lora_rank}",
         )
-    if not 0 <= options.lora_dropout < 1:
-        raise OptionError(
-            f"lora_dropout is {options.lora_dropout}; it must be in 0 .. 1, 1 excluded"
-        )
+    _below_one("lora_dropout", options.lora_dropout)
     if importlib.util.find_spec("peft") is None:
         raise OptionError("--lora-rank needs the package peft", hint='pip install "hocket[lora]"')
     if options.quantize_base is not None:

@@ -99,7 +99,7 @@ def continued(request: JobRequest) -> JobRequest:
             raise RunFolderError(
                 f"{folder.path} already holds a run of the {name} {', '.join(stored)}, not of "
                 f"{', '.join(asked)}",
-                hint=f"another name: --run {prepare.free_name(folder.path)}",
+                hint=f"--run {prepare.free_name(folder.path)}",
             )
     _unchanged(request, folder, spec)
     given = request.given
@@ -194,8 +194,7 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
     if not has and not request.again:
         raise CheckpointError(
             f"{folder.path} holds no checkpoint to resume from",
-            hint=f"a new run: --run {prepare.free_name(folder.path)}, with --save-every to have "
-            "some",
+            hint=f"--run {prepare.free_name(folder.path)}, with --save-every to have some",
         )
     _unchanged(request, folder, spec)
     step = next((int(p.name.split("-")[1]) for p in resumable_checkpoints(folder.checkpoints)), 0)

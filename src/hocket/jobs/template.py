@@ -116,6 +116,8 @@ def _quantity(text: str) -> None:
 def _job(wanted: Template) -> str:
     """A job of ranks: its layout decides nodes, tasks and arguments."""
     verb = "serve" if wanted.serve else "train"
+    from hocket.catalogue import models
+
     if not wanted.model:
         raise OptionError(
             "no model was named",
@@ -130,6 +132,10 @@ def _job(wanted: Template) -> str:
         )
     layout = Layout.parse(str(wanted.layout))
     _fits_model(wanted, layout)
+    if wanted.serve and wanted.model in models.model_names():  # whose weights are on the Hub
+        wanted = dataclasses.replace(
+            wanted, model=models.entry(wanted.model).hub_id or wanted.model
+        )
     per_node = wanted.gpus_per_node or wanted.ranks_per_node
     replica = layout
     if wanted.serve:

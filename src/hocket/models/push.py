@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hocket.models import hub, hub_errors, repo_id
+from hocket.models import hub, repo_id
 from hocket.spec.errors import HocketError, OptionError
 
 CARD = "README.md"
@@ -91,5 +91,5 @@ def _refused(repo: repo_id.RepoId, error: Exception) -> HocketError:
             f"the token in use may not write to {repo.id} (the Hub answers {status})",
             hint="hf auth login, with a token that has write access",
         )
-    failed = hub_errors.explanation(repo, error)
-    return OptionError(f"{repo.id} was not pushed: {failed.message}", hint="run the command again")
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return OptionError(f"{repo.id} was not pushed: {why}", hint="run the command again")

@@ -28,7 +28,7 @@ from hocket.models import fetched, hub, merged, quantization, registry, repo_id,
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE, has_own_head, headers
 from hocket.spec import checkpoint, run_names
-from hocket.spec.errors import ModelError, nearest, unknown
+from hocket.spec.errors import CUTOFF, ModelError, nearest, unknown
 from hocket.spec.files import parse_json
 from hocket.spec.run import RunSpec
 
@@ -145,12 +145,12 @@ def resolve_model(
             else "a model of the Hub is named by its id: Qwen/Qwen3-0.6B",
         )
     near = _same_size(text, catalogue.model_names())
-    other = nearest(text, catalogue.model_names())
+    other = nearest(text, catalogue.model_names(), cutoff=CUTOFF)
     raise ModelError(
         f"unknown model {text!r}: there is no directory and no model of the catalogue of that name",
         hint=f"did you mean {near!r}?"
         if near
-        else f"the catalogue has {other!r}, another size; a model of the Hub is named ORG/NAME"
+        else f"the catalogue has {other!r}, another model; a model of the Hub is named ORG/NAME"
         if other
         else "a directory with config.json and safetensors weights, a run folder, or ORG/NAME on "
         "the Hub; hocket models lists the catalogue",

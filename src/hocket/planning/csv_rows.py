@@ -35,7 +35,7 @@ def read_csv(
     if path.is_dir():
         raise OptionError(f"{path} is a folder; a table is a CSV file")
     if not path.is_file():
-        raise OptionError(f"there is no file {path}")
+        raise OptionError(f"there is no file {path}", hint=f"ls {path.parent}")
     if path.stat().st_size > LARGEST_FILE:
         raise OptionError(f"{path} has more than {LARGEST_FILE:,} bytes, the most of a table")
     try:

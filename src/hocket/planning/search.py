@@ -319,7 +319,7 @@ def _space(problem: Problem, objective: str, pins: Pins, here: bool) -> _Space:
         raise OptionError(
             f"no layout of {problem.shape.name} with a global batch of {problem.global_batch} is "
             f"legal on {cluster.name}" + (f" with {asked}" if asked else "") + why,
-            hint="drop a --pin" if asked else f"--global-batch {cluster.num_gpus}",
+            hint="leave --pin out" if asked else f"--global-batch {cluster.num_gpus}",
         )
     sizes = 1
     while objective == "tokens-per-dollar" and sizes < SIZES and size % 2 == 0:

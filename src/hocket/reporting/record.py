@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from hocket.spec import run_names
 from hocket.spec.errors import HocketError, RunFolderError, nearest
 from hocket.spec.files import MALFORMED, parse_json
 from hocket.spec.forecast import KINDS, Forecast
@@ -308,7 +309,8 @@ def _must_be_a_run(folder: RunFolder) -> None:
         names = [p.name for p in there.iterdir() if p.is_dir()] if there.is_dir() else []
         near = nearest(path.name, names)
         raise RunFolderError(
-            f"{path} is not there", hint=f"did you mean {path.parent / near}?" if near else None
+            f"there is no folder {path}",
+            hint=f"did you mean {path.parent / near}?" if near else run_names.hint_of_runs(path),
         )
     if not any(
         file.exists() for file in (folder.spec_file, folder.metrics_file, folder.timeline_file)

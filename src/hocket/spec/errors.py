@@ -116,6 +116,9 @@ CUTOFF = 0.7
 """Least similarity of a verb or flag that is suggested."""
 
 
+ONE_OF_THEM = "use one of them"
+"""The hint where no known name is near; the command line prints the help of the flag instead."""
+
 MANY = 24
 """Names of which a message lists all."""
 
@@ -134,4 +137,4 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> tuple[str, str]:
     message, known = f"unknown {kind} {name!r}", ", ".join(options)
     if len(options) > MANY:  # a list that long is printed only where nothing is near
         return message, f"did you mean {near!r}?" if near else f"use one of {known}"
-    return f"{message}; known: {known}", f"did you mean {near!r}?" if near else "use one of them"
+    return f"{message}; known: {known}", f"did you mean {near!r}?" if near else ONE_OF_THEM

@@ -46,30 +46,33 @@ class Layout:
     """How a job is split over ranks.
 
     Attributes:
-        dp, pp, cp, tp: degrees of data, pipeline, context and tensor parallelism.
-        ep: degree of expert parallelism: ranks that together hold all experts.
-        etp: ranks over which each expert's matrices are sliced. None: tp (and so is a value that
+        dp: degree of data parallelism: replicas of the model, each with its own sequences.
+        pp: degree of pipeline parallelism: ranks of consecutive layers, which send hidden states.
+        cp: degree of context parallelism: ranks with different tokens of the same sequences.
+        tp: degree of tensor parallelism: ranks with shards of each layer's matrices.
+        ep: degree of expert parallelism: ranks that together store all experts.
+        etp: ranks over which each expert's matrices are split. None: tp (and so is a value that
             equals tp).
         schedule: name of the pipeline schedule, or the path of a schedule file.
         microbatches: microbatches per data rank and step (also gradient accumulation).
-            None: you choose; resolved to 1 without a pipeline, else to the largest divisor of
-            the rank's batch that is at most 2 x pp.
-        virtual_stages: stages held by each pipeline rank.
+            None: chosen by the run: without a pipeline the fewest that fit, else the largest
+            divisor of the rank's batch that is at most 2 x pp.
+        virtual_stages: stages of each pipeline rank.
         pipeline_split: layers per stage as a tuple, `"balanced"` (by cost, embedding and head
             counted) or `"even"` (equal numbers of layers) or `"light-ends"` (one layer fewer on the
             first and on the last stage, as if embedding and head were a layer each).
-        zero: ZeRO stage (0: plain data parallel).
-        shard: how many data ranks share one copy of the ZeRO state (needs zero=1, 2 or 3).
-            None: all of dp.
-        offload: what lives in the host's memory instead of the device's: `"none"`, `"optimizer"`
-            (moments and masters, stepped on the host), `"params"` (each rank's share of the
-            parameters too; needs zero=3), `"activations"` (what layers save for backward; GPUs),
-            or one of the first two and the last, as in `"optimizer+activations"`.
-        recompute: activations recomputed in backward: `"none"`, `"full"` (each layer runs again,
-            from its input) or modules of each layer (`spec.recompute.MODULES`), as in
+        zero: ZeRO stage: shards the optimizer's state (1), gradients (2) and parameters (3) over
+            data ranks; 0 shards nothing.
+        shard: data ranks over which the ZeRO state is sharded (needs zero=1, 2 or 3). None: dp.
+        offload: state in the host's memory instead of the device's: `"none"`, `"optimizer"`
+            (moments and masters, stepped on the host), `"params"` (parameter shards too; needs
+            zero=3), `"activations"` (tensors that layers save for backward; GPUs), or one of the
+            first two and the last, as in `"optimizer+activations"`.
+        recompute: activations recomputed in backward (activation checkpointing): `"none"`,
+            `"full"` (each layer, from its input) or modules of each layer, as in
             `"norm+activation"`; `"selective"` is attention cores alone.
-        recompute_layers: how many layers of each stage, the first ones, are recomputed. None: all.
-        sequence_parallel: norms and residuals on 1/tp of the sequence.
+        recompute_layers: layers of each stage, the first ones, that are recomputed. None: all.
+        sequence_parallel: norms and residuals on 1/tp of the sequence, sharded over tp ranks.
         data_parallel: `"processes"` (one rank a replica) or `"threads"` (one process).
         order: mesh axes from the fastest-varying rank digit to the slowest.
     """

@@ -1,6 +1,6 @@
 """Matrix: every model type in every layout, and whether one process computes the same.
 
-    Cell       one type at one layout: equal, refused, different or crashed
+    Cell       one type at one layout: equal, rejected, different or crashed
     TypeRow    one type: its tiny configuration's size, and a cell for each layout
     Matrix     the rows, and what they come to
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
 
-EQUAL, REFUSED, DIFFERENT, CRASHED = OUTCOMES = ("equal", "refused", "different", "crashed")
+EQUAL, REJECTED, DIFFERENT, CRASHED = OUTCOMES = ("equal", "rejected", "different", "crashed")
 
 LAYOUTS = (
     "dp2",
@@ -63,7 +63,7 @@ class Cell:
 
     Attributes:
         layout: its text.
-        outcome: `equal`; `refused` before or by its ranks, for the `reason`; `different`: the
+        outcome: `equal`; `rejected` before or by its ranks, for the `reason`; `different`: the
             reason holds the numbers; `crashed`: a rank died, hung or raised, the reason says how.
         ratio: the largest difference relative to what is allowed; None where nothing was compared.
         seconds: that it took.

@@ -23,12 +23,14 @@ class Service:
     """Requests and their goals.
 
     Attributes:
-        prompt_len: tokens of a prompt. output_len: tokens of an answer.
-        requests_per_second: that arrive on average, independent of each other (Poisson).
-        ttft_ms, tpot_ms: goals in milliseconds; None: no goal.
-        percentile: share of the requests, in percent, that must meet each goal.
-        prefix_cache_hit_rate: fraction of a prompt's tokens whose keys and values an earlier
-            request left in the cache: attended to, not computed again.
+        prompt_len: tokens of a prompt.
+        output_len: tokens of an answer.
+        requests_per_second: mean rate of requests, which arrive independently (Poisson).
+        ttft_ms: goal for the time to first token, in milliseconds. None: no goal.
+        tpot_ms: goal for the time per output token after the first. None: no goal.
+        percentile: percentage of the requests that must meet each goal.
+        prefix_cache_hit_rate: fraction of a prompt's tokens whose keys and values are in the cache
+            from an earlier request: attended to, not computed again.
 
     Raises:
         OptionError: a number that cannot be.

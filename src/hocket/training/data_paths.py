@@ -183,9 +183,7 @@ def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = F
             )
         if path.is_file():
             if split is not None:
-                raise DataError(
-                    f"data {given}: a file has no splits", hint=f"--data {path}, without :{split}"
-                )
+                raise DataError(f"data {given}: a file has no splits", hint=f"--data {path}")
             found = [_named(path)]
         elif _saved_to_disk(path):
             found = [Source(path, "datasets", True, split=split or TRAIN)]
@@ -387,7 +385,7 @@ def _directory(path: Path, split: str | None) -> tuple[list[Source], list[str]]:
     if not records:
         raise DataError(
             f"data {path}: the directory holds no readable data",
-            hint="name files: --data FILE...",
+            hint="--data FILE...",
         )
     taken, rest = _split(path, split or TRAIN)
     text = [s.path for s in found if s.kind == "text" and s.path not in taken]
@@ -396,7 +394,7 @@ def _directory(path: Path, split: str | None) -> tuple[list[Source], list[str]]:
         raise DataError(
             f"data {path} holds both records ({records[0].path.relative_to(path)}) and text "
             f"({prose[0].relative_to(path)}); a directory is read as one or the other",
-            hint=f"name the files: --data {records[0].path}",
+            hint=f"--data {records[0].path}",
         )
     sources = [Source(p, KINDS.get(suffix_of(p), "text"), False) for p in taken]
     left = sorted({*rest, *text} - set(taken))
@@ -413,9 +411,7 @@ def _split(path: Path, split: str) -> tuple[list[Path], list[Path]]:
         other = ", ".join(splits) or "none"
         raise DataError(
             f"data {path} holds no split {split!r}; its splits: {other}",
-            hint=f"--data {path}:{next(iter(splits))}"
-            if splits
-            else f"name the files: --data {path}/FILE...",
+            hint=f"--data {path}:{next(iter(splits))}" if splits else f"--data {path}/FILE...",
         )
     return splits[split], [f for name, v in splits.items() if name != split for f in v]
 

@@ -189,12 +189,12 @@ def _not_understood(error: Exception, name: str, subset: str | None) -> DataErro
             base = re.split(r"[:@\[]", name)[0].removesuffix(f"/{subset}")
             return DataError(
                 f"data {name} {what}: {', '.join(subsets)}",
-                hint=f"name the files: --data {name}/FILE..."
+                hint=f"--data {name}/FILE..."
                 if Path(name).exists()
                 else f"--data {base}/{nearest(subset or '', subsets) or subsets[0]}",
             )
     return DataError(
         f"data {name}: the datasets library cannot read this directory: "
         f"{text.splitlines()[0] if text else type(error).__name__}",
-        hint=f"name the files: --data {name}/FILE...",
+        hint=f"--data {name}/FILE...",
     )

@@ -15,6 +15,7 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -73,7 +74,8 @@ def weights_of(given: Sequence[str | os.PathLike[str]]) -> tuple[Fraction, ...]:
             raise DataError(
                 f"data {text} has no weight, and others have one; a mixture names the weight of "
                 "each source",
-                hint="--data " + " ".join(f"'{text}:{weight or 1}'" for text, weight in found),
+                hint="--data "
+                + " ".join(shlex.quote(f"{text}:{weight or 1}") for text, weight in found),
             )
         if not Fraction(weight):
             raise DataError(

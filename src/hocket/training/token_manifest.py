@@ -100,12 +100,12 @@ class Tokens:
             text += f"; loss falls on {share:.0%} of them"
         if self.train_rows:
             full = self.train_tokens / (self.train_rows * seq_len)
-            kind = "shared" if self.packing == DOCUMENTS else "one document each"
-            text += f"; {self.train_rows:,} rows ({kind}), {full:.0%} full"
+            kind = "several documents each" if self.packing == DOCUMENTS else "one document each"
+            text += f"; rows ({kind}): {self.train_rows:,}, {full:.0%} full"
         if self.truncated_documents:
             text += (
-                f"; {self.truncated_documents:,} documents cut at {seq_len} tokens, which lost "
-                f"{self.truncated_tokens:,}"
+                f"; documents cut at {seq_len} tokens: {self.truncated_documents:,}, which lost "
+                f"{self.truncated_tokens:,} tokens"
             )
         if self.unlearned_documents:
             text += f"; {self.unlearned_documents:,} left out: nothing of them is learned"

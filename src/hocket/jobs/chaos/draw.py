@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hocket.jobs.chaos.kinds import ALL, BY_NAME, FaultKind
-from hocket.spec.errors import LayoutError, OptionError, nearest
+from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
 
 STRETCH = 6
@@ -82,11 +82,8 @@ def chosen_kinds(names: Sequence[str], layout: Layout) -> list[FaultKind]:
     found = []
     for name in names:
         if name not in BY_NAME:
-            near = nearest(name, BY_NAME)
-            raise OptionError(
-                f"unknown kind of fault {name!r}; it is one of {', '.join(BY_NAME)}",
-                hint=None if near is None else f"--kinds {near}",
-            )
+            message, hint = unknown("kind of fault", name, BY_NAME)
+            raise OptionError(message, hint=hint)
         kind = BY_NAME[name]
         if kind.ranks > layout.world_size:
             raise LayoutError(

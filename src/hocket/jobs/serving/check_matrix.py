@@ -24,7 +24,7 @@ from hocket.spec.matrix import (
     CRASHED,
     DIFFERENT,
     EQUAL,
-    REFUSED,
+    REJECTED,
     SERVED_LAYOUTS,
     SWITCHED,
     Cell,
@@ -124,7 +124,7 @@ class _Row:
         try:
             self._fill()
         except HocketError as error:
-            outcome = CRASHED if isinstance(error, RankFailure) else REFUSED
+            outcome = CRASHED if isinstance(error, RankFailure) else REJECTED
             for text in self.layouts:
                 self.cells.setdefault(text, _cell(text, outcome, self._reason(error)))
         return TypeRow(
@@ -161,7 +161,7 @@ class _Row:
                 answers[text] = check.answers_of(self.warm.launcher, directory, text, size)
             except HocketError as error:
                 crashed = isinstance(error, RankFailure)
-                self._unequal(directory, text, CRASHED if crashed else REFUSED, error)
+                self._unequal(directory, text, CRASHED if crashed else REJECTED, error)
         if not answers:
             return
         reports = check.layout_reports(self.warm.launcher, directory, answers, self.folder)
@@ -193,7 +193,7 @@ class _Row:
         except RankFailure:
             pass
         except HocketError as said:
-            outcome, reason = REFUSED, self._reason(said)
+            outcome, reason = REJECTED, self._reason(said)
         self.cells[text] = _cell(text, outcome, reason, ratio)
 
     def _reason(self, error: HocketError) -> str:

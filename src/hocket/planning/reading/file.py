@@ -45,7 +45,7 @@ def read_tool_file(file: str) -> tuple[str, ToolConfiguration]:
     """
     path = Path(file)
     if not path.is_file():
-        raise OptionError(f"--from {file}: there is no such file")
+        raise OptionError(f"--from {file}: there is no such file", hint=f"ls {Path(file).parent}")
     with open(path, "rb") as stream:
         data = stream.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
