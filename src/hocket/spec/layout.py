@@ -54,9 +54,8 @@ class Layout:
         etp: ranks over which each expert's matrices are split. None: tp (and so is a value that
             equals tp).
         schedule: name of the pipeline schedule, or the path of a schedule file.
-        microbatches: microbatches per data rank and step (also gradient accumulation).
-            None: chosen by the run: without a pipeline the fewest that fit, else the largest
-            divisor of the rank's batch that is at most 2 x pp.
+        microbatches: microbatches per data rank and step (gradient accumulation). None: without a
+            pipeline the fewest that fit, else the largest divisor of the batch up to 2 x pp.
         virtual_stages: stages of each pipeline rank.
         pipeline_split: layers per stage as a tuple, `"balanced"` (by cost, embedding and head
             counted) or `"even"` (equal numbers of layers) or `"light-ends"` (one layer fewer on the
@@ -64,13 +63,11 @@ class Layout:
         zero: ZeRO stage: shards the optimizer's state (1), gradients (2) and parameters (3) over
             data ranks; 0 shards nothing.
         shard: data ranks over which the ZeRO state is sharded (needs zero=1, 2 or 3). None: dp.
-        offload: state in the host's memory instead of the device's: `"none"`, `"optimizer"`
-            (moments and masters, stepped on the host), `"params"` (parameter shards too; needs
-            zero=3), `"activations"` (tensors that layers save for backward; GPUs), or one of the
-            first two and the last, as in `"optimizer+activations"`.
-        recompute: activations recomputed in backward (activation checkpointing): `"none"`,
-            `"full"` (each layer, from its input) or modules of each layer, as in
-            `"norm+activation"`; `"selective"` is attention cores alone.
+        offload: state in host memory: `"none"`, `"optimizer"` (moments and masters, stepped there),
+            `"params"` (parameter shards too; needs zero=3), `"activations"` (tensors saved for
+            backward; GPUs), or two of them, as in `"optimizer+activations"`.
+        recompute: activations recomputed in backward (activation checkpointing): `"none"`, `"full"`
+            (each layer), `"selective"` (attention cores) or modules, as in `"norm+activation"`.
         recompute_layers: layers of each stage, the first ones, that are recomputed. None: all.
         sequence_parallel: norms and residuals on 1/tp of the sequence, sharded over tp ranks.
         data_parallel: `"processes"` (one rank a replica) or `"threads"` (one process).
