@@ -158,7 +158,7 @@ def reported_folder(folder: Path) -> None:
     timeline = (folder / "run" / "timeline.json").read_text()
     later = [{"step": 9, "timeline": json.loads(timeline)}]
     (folder / "run" / "timeline.later.json").write_text(json.dumps(later))
-    (folder / "run" / "others.json").write_text('{"cores": 1.25}')
+    (folder / "run" / "background_load.json").write_text('{"cores": 1.25}')
     row = {"layer": "full", "kernel": "flash", "reason": "", "layers": 4}
     (folder / "run" / "attention.json").write_text(json.dumps([row]))
 
@@ -168,7 +168,7 @@ def served_folder(folder: Path) -> None:
     from tests.reporting.test_served import folder as make
 
     make(folder / "run")
-    (folder / "run" / "others.json").write_text('{"cores": 1.25}')
+    (folder / "run" / "background_load.json").write_text('{"cores": 1.25}')
 
 
 RUN, MODEL = copied(run_folder), copied(model_folder)
@@ -434,7 +434,7 @@ for _name, _mutation in (
     ("timeline.predicted.json", mutate.json_file), ("timeline.later.json", mutate.json_file),
     ("forecast.json", mutate.json_file), ("communication.json", mutate.json_file),
     ("memory.json", mutate.json_file), ("topology.json", mutate.json_file),
-    ("others.json", mutate.json_file), ("attention.json", mutate.json_file),
+    ("background_load.json", mutate.json_file), ("attention.json", mutate.json_file),
 ):  # fmt: skip
     kind(f"report of {_name}", f"run/{_name}", REPORTED, _mutation)(_report)
 for _name in ("run.json", "forecast.json", "measured.json"):

@@ -66,7 +66,7 @@ def test_the_run_folder_is_complete(run: Path) -> None:
     assert str(spec.layout) == "dp2.tp2:microbatches=1"
     assert spec.config["vocab_size"] == 257, "the vocabulary of the byte tokenizer"
     files = (folder.schedule_file, folder.timeline_file, folder.communication_file)
-    for file in (*files, folder.others_file):
+    for file in (*files, folder.background_load_file):
         assert file.stat().st_size > 0
     assert (folder.model / "model.safetensors").exists()
 

@@ -160,7 +160,7 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
     (entered,) = [one for one in ledger.read_all_entries()[1] if one.run == str(run.resolve())]
     assert (entered.layout, entered.requests, entered.predicted) == ("dp2", 4, None)
     assert entered.measured.cache_tokens
-    assert json.loads((run / "others.json").read_text()) == {"cores": entered.others}
+    assert json.loads((run / "background_load.json").read_text()) == {"cores": entered.others}
     assert entered.measured.decode_seconds
 
 

@@ -41,12 +41,12 @@ def test_a_run_that_others_disturbed_says_so(
 ) -> None:
     run = make(tmp_path / "run")
     if said is not None:
-        RunFolder(run).others_file.write_text(said)
+        RunFolder(run).background_load_file.write_text(said)
     assert main(["report", str(run), "--format", "text"]) == 0
     assert capsys.readouterr().out.count("other programs took 0.8 cores") == shown
     found = read_run(run)
     assert sum("other programs took" in note for note in found.notes) == shown
-    assert any("others.json is damaged" in note for note in found.notes) == (said == "")
+    assert any("background_load.json is damaged" in note for note in found.notes) == (said == "")
 
 
 def test_a_run_that_died(tmp_path: Path) -> None:

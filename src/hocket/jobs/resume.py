@@ -337,7 +337,7 @@ def _of_layout(folder: RunFolder) -> tuple[Path, ...]:
         folder.communication_file,
         folder.memory_file,
         folder.experts_file,
-        folder.others_file,
+        folder.background_load_file,
         folder.forecast_file,
         forecast.predicted_timeline_file(folder),
         folder.topology_file,

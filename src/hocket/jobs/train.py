@@ -281,7 +281,7 @@ def launch_ranks(
         )
     disturbance = background_load.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
-        write_text(folder.others_file, json.dumps({"cores": disturbance}))
+        write_text(folder.background_load_file, json.dumps({"cores": disturbance}))
     if disturbance > DISTURBED:
         record.note(
             f"other programs took {disturbance:.1f} cores while it ran: times are those of a busy "

@@ -203,7 +203,7 @@ def read_run(path: str | Path) -> RunRecord:
             "the machine was probed: what was predicted is less certain (hocket probe measures "
             "again)"
         )
-    others = take(folder.others_file, cores_of_others, "")
+    others = take(folder.background_load_file, cores_of_others, "")
     if others is not None and others > DISTURBED_RUN:
         notes.append(disturbed(others))
     memory = take(folder.memory_file, _memory, "")
@@ -259,7 +259,7 @@ def _spans(found: Sequence[tuple[str, int, int]]) -> str:
 
 
 def cores_of_others(text: str) -> float:
-    """Of a folder's `others_file`. Raises ValueError for what it does not say."""
+    """Of a folder's `background_load_file`. Raises ValueError for what it does not say."""
     found = parse_json(text)["cores"]
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise ValueError(f"cores is {found!r}")

@@ -110,7 +110,7 @@ def read_served(path: Path) -> ServerRecord:
         notes.append("no request has been answered to its end")
     if measured is not None and measured.restarts:
         notes.append(f"replicas died and were started again {_times(measured.restarts)}")
-    others = take(folder.others_file, cores_of_others, "")
+    others = take(folder.background_load_file, cores_of_others, "")
     if others is not None and others > DISTURBED:
         notes.append(disturbed(others))
     timeline = take(folder.timeline_file, Timeline.from_json, "")

@@ -327,8 +327,7 @@ class RunFolder:
         return self.path / "schedule.txt"
 
     @property
-    def options_file(self) -> Path:
-        """The options as a `--config` file that repeats the run."""
+    def options_file(self) -> Path:  # a `--config` file that repeats the run
         return self.path / "run.toml"
 
     @property
@@ -371,9 +370,10 @@ class RunFolder:
         return self.path / "experts.json"
 
     @property
-    def others_file(self) -> Path:
+    def background_load_file(self) -> Path:
         """`cores`: cores' worth of time that other programs took while it ran."""
-        return self.path / "others.json"
+        old = self.path / "others.json"  # of a run of the previous release
+        return old if old.exists() else self.path / "background_load.json"
 
     @property
     def topology_file(self) -> Path:

@@ -325,7 +325,7 @@ async def _serve(
     if keeper.begun:
         try:  # it has ended well: a full disk, or a folder that is gone, cannot undo that
             found = keeper.last()
-            write_text(folder.others_file, json.dumps({"cores": others}))
+            write_text(folder.background_load_file, json.dumps({"cores": others}))
         except OSError as error:
             record.note(f"warning: what was measured is not kept: {error}")
         ledger.enter(folder.path, record.note, others=others)
