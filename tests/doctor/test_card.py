@@ -125,7 +125,7 @@ def test_the_verb_lists_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gpu", "--list"]) == 0
     out = capsys.readouterr().out
     assert "train-1b" in out
-    assert re.search(r"\d+ checks, about \d+ minutes on GPUs", out)
+    assert re.search(r"\d+ checks, about \d+m\d+s on GPUs", out)
 
 
 def test_the_verb_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

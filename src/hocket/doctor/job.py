@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hocket.doctor.check import GpuCheck
 from hocket.spec.errors import OptionError
+from hocket.spec.units import format_seconds
 
 if TYPE_CHECKING:
     from hocket.spec.doctor import CardLine, ReportCard
@@ -92,7 +93,7 @@ def listing(checks: Sequence[GpuCheck]) -> str:
     width = max(len(check.id) for check in checks)
     rows = [f"{c.group:<11}  {c.id:<{width}}  {c.seconds:>4.0f} s  {c.what}" for c in checks]
     total = sum(check.seconds for check in checks)
-    return "\n".join([*rows, "", f"{len(checks)} checks, about {total / 60:.0f} minutes on GPUs"])
+    return "\n".join([*rows, "", f"{len(checks)} checks, about {format_seconds(total)} on GPUs"])
 
 
 def progress_text(line: CardLine, before: CardLine | None, checks: Sequence[GpuCheck]) -> str:

@@ -144,7 +144,7 @@ def unmeasured(spec: RunSpec, layout: Layout) -> str:
     if spec.options.grad_dtype != "fp32":
         return f"gradients in {spec.options.grad_dtype}"
     if spec.options.optimizer != "adamw":
-        return f"steps of {spec.options.optimizer}"
+        return f"a step of {spec.options.optimizer}"
     return "activations in host memory" if layout.offloads("activations") else ""
 
 

@@ -61,7 +61,8 @@ def write_plan_page(found: TrainingPlan, path: str) -> Path:
             capacity=problem.usable,
             pipeline=timeline_of(problem, found.best.layout),
             changes=found.explanation,
-            footer=f"$: {price_text(problem.cluster.node.gpu)}. * hocket does not run it today.",
+            footer=f"$: {price_text(problem.cluster.node.gpu)}."
+            + " * hocket does not run it today." * any(one.reason for one in rows),
         )
     )
     target = Path(path)

@@ -129,7 +129,7 @@ def _prepare(
             _save(proxy.build(), where / WEIGHTS)
         _write_references(kind, config, where)
     except HocketError as error:
-        return {"refused": error.message}
+        return {"rejected": error.message}
     except Exception as error:  # no other rank waits for this one: the next type may do better
         return {"crashed": _said(error)}
     return {

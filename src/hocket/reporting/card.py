@@ -81,7 +81,8 @@ def card_counts(card: ReportCard) -> str:
     """The counts, and whether a GPU executed the checks."""
     counts = card.counts
     text = (
-        f"{len(card.lines)} checks: {counts['pass']} pass, {counts['fail']} fail, "
+        f"{len(card.lines)} check{'s' * (len(card.lines) != 1)}: "
+        f"{counts['pass']} pass, {counts['fail']} fail, "
         f"{counts['cannot']} cannot"
     )
     if card.executed_on_gpu:
@@ -91,5 +92,5 @@ def card_counts(card: ReportCard) -> str:
         return f"{text}; {card.seconds:.0f} s"
     return (
         f"{text} ({card.rehearsed} of them rehearsed: ok); {card.seconds:.0f} s\n"
-        f"No GPU executed these checks: {waiting} lines wait for one."
+        f"Waiting for a GPU: {waiting} of them."
     )
