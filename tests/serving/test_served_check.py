@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,33 @@ def test_limits_and_reports_have_exact_text_forms() -> None:
     assert equal_limit(10.0, 1.0) == equal_limit(10.0)  # no rounding is that large
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1.0])
+def test_a_difference_is_looked_at_with_other_weights_where_they_amplify_rounding(
+    monkeypatch: pytest.MonkeyPatch, rounding: float
+) -> None:
+    """Kimi Linear's own forward in fp32 is further from fp64 than is taken for rounding, for some
+    draws of its weights; a server that computes something else differs with all of them."""
+    drawn: list[int] = []
+
+    def prepare(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
+        drawn.append(seed)
+        return {"config": sample_config("llama"), "longest": None, "parameters": 1, "switches": {}}
+
+    def reports(*_: Any, **__: Any) -> dict[str, ServedCheck]:
+        wrong = "" if drawn[-1] == 1 else "prompt of 3 tokens"
+        row = ServedComparison(name="prefill", positions=3, difference=0.1, failure=wrong)
+        one = ServedCheck(layout="tp2", scale=10.0, rounding=rounding, comparisons=(row,))
+        return {"tp2": one}
+
+    launcher: Any = types.SimpleNamespace(device_kind="cpu")
+    source: Any = types.SimpleNamespace(trust_remote_code=False)
+    monkeypatch.setattr(check, "prepare_checked_model", prepare)
+    monkeypatch.setattr(check, "answers_of", lambda *_, **__: [])
+    monkeypatch.setattr(check, "layout_reports", reports)
+    found = check.proxy_check(launcher, source, Layout(tp=2))
+    assert (found, drawn) == (("", [0, 1]) if rounding else ("prefill: prompt of 3 tokens", [0]))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -261,7 +289,9 @@ def test_flags_that_say_nothing_of_a_server_are_rejected(flags: list[str], messa
         cli.main(flags)
 
 
-def test_the_distance_from_fp64_counts_scans_that_a_family_computes_in_fp32(tmp_path: Path) -> None:
+def test_the_distance_from_fp64_counts_scans_that_a_family_computes_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Left in fp32 on both sides, a scan's own rounding would be no part of it."""
     import torch
 
@@ -287,5 +317,15 @@ def test_the_distance_from_fp64_counts_scans_that_a_family_computes_in_fp32(tmp_
         found = other.logits(tokens).double().log_softmax(-1)
         return float((found - known).abs().max())
 
-    assert reference.rounding() == distance(whole) != distance(half_way)
+    longer = tuple(range(3, 90))  # of another layout's check
+    reference.logprobs(longer)
+    largest = reference.rounding()
+    assert reference.apart[tokens] == distance(whole) != distance(half_way)
+    assert largest == max(reference.apart.values())
+    answer = {"prompt": list(tokens), "tokens": [], "phase": "alone"}
+    monkeypatch.setattr(
+        reference, "_report", lambda *given: types.SimpleNamespace(ok=len(given) > 3, given=given)
+    )
+    (one,) = reference.reports({"tp2": [answer]}, generate=False)
+    assert one.given[3] == distance(whole)
     assert torch.isfinite(known).all()

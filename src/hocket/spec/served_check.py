@@ -99,6 +99,12 @@ class ServedCheck:
         return bool(self.comparisons) and not self.failures
 
     @property
+    def amplified(self) -> bool:
+        """Whether these weights amplify the rounding of fp32 beyond what counts as equal, so that
+        a difference may be a luckless draw of it."""
+        return not self.eight_bits and 2 * self.rounding > TOLERANCE * self.scale
+
+    @property
     def ratio(self) -> float | None:
         """The largest difference relative to `equal_limit`; None where one is not finite."""
         found = [one.difference / self.limit for one in self.comparisons if self.limit]

@@ -122,7 +122,7 @@ class _Row:
         from hocket.models import registry
 
         try:
-            self._fill()
+            self._fill(self.layouts, seed=0)
         except HocketError as error:
             outcome = CRASHED if isinstance(error, RankFailure) else REJECTED
             for text in self.layouts:
@@ -135,7 +135,7 @@ class _Row:
             cells=tuple(self.cells[text] for text in self.layouts),
         )
 
-    def _fill(self) -> None:
+    def _fill(self, layouts: Sequence[str], seed: int) -> None:
         from hocket.models import registry
         from hocket.models.samples import sample_config, switches
         from hocket.models.source import resolve_model
@@ -146,13 +146,13 @@ class _Row:
         file.write_text(json.dumps(sample_config(self.kind)))
         directory = self.folder / "model"
         made = check.prepare_checked_model(
-            self.warm.launcher, resolve_model(file), directory, proxy=True, seed=0,
+            self.warm.launcher, resolve_model(file), directory, proxy=True, seed=seed,
             switches=switches(self.kind) if self.name.endswith(SWITCHED) else None,
         )  # fmt: skip
         self.parameters = made["parameters"]
         self.switches = ", ".join(f"{name}={value}" for name, value in made["switches"].items())
         answers: dict[str, list[check.Answer]] = {}
-        for text in self.layouts:
+        for text in layouts:
             try:
                 source = resolve_model(directory)
                 longest = check.longest_of(Layout.parse(text))
@@ -165,13 +165,18 @@ class _Row:
         if not answers:
             return
         reports = check.layout_reports(self.warm.launcher, directory, answers, self.folder)
+        again = []
         for text, report in reports.items():
             if report.ok:
                 self.cells[text] = Cell(layout=text, outcome=EQUAL, ratio=report.ratio)
+            elif report.amplified and seed + 1 < check.SEEDS:
+                again.append(text)
             else:
                 reason = "; ".join(report.failures[:2])
                 self._unequal(directory, text, DIFFERENT, HocketError(reason), report.ratio)
         shutil.rmtree(directory, ignore_errors=True)
+        if again:
+            self._fill(again, seed + 1)
 
     def _unequal(
         self,
