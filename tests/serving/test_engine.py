@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -236,18 +237,20 @@ def test_one_text_stops_at_a_string_and_progress_is_reported(ranks: RankPool, fo
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_replica_and_leaves_nothing(
-    ranks: RankPool, folder: Path, victim: int
+    ranks: RankPool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
-    before = set(Path("/tmp").glob("hocket-*"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     with serving(ranks, folder, "pp2") as llm:
         pids = children(ranks)
         assert len(pids) == 2
+        assert list(tmp_path.glob("hocket-*"))
         killer = threading.Timer(0.3, os.kill, (pids[victim], signal.SIGKILL))
         killer.start()
         with pytest.raises(RankFailure, match="SIGKILL"):
             llm.generate([(1, 2, 3)] * 2000, SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert not children(ranks)
-    assert set(Path("/tmp").glob("hocket-*")) <= before
+    assert not list(tmp_path.glob("hocket-*"))
 
 
 def children(ranks: RankPool) -> list[int]:
