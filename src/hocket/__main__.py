@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-_TEMPFAIL = 75
+from hocket.spec.errors import stopped_code
 
 
 def main() -> int:
@@ -30,7 +30,10 @@ def _requeued(number: int, frame: object) -> None:
     """End `hocket train` while it is imported and reads its options, as `jobs.early_stop` does
     later: nothing was begun, and a batch system queues the job again."""
     os.write(2, b"hocket: stopped before the run began; the same command starts it\n")
-    os._exit(_TEMPFAIL)
+    os._exit(stopped_code(number))
+
+
+_requeued.before_run = True  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -65,8 +65,7 @@ def test_every_exit_code_is_documented() -> None:
     for code, meaning in EXIT_CODES.items():
         assert f"| {code} | {meaning} |" in page
     from hocket.cli.internal_error import INTERNAL
-    from hocket.cli.train import STOPPED
-    from hocket.spec.errors import HocketError, RankFailure
+    from hocket.spec.errors import STOPPED, HocketError, RankFailure
 
     ours = {HocketError.exit_code, RankFailure.exit_code, STOPPED, INTERNAL}
     assert {0, 1, 2, 130, 141, *ours} == set(EXIT_CODES)

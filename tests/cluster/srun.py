@@ -18,7 +18,8 @@ from types import FrameType
 
 
 def main() -> int:
-    command = [word for word in sys.argv[1:] if word != "--kill-on-bad-exit=1"]
+    first = next(i for i, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
+    command = sys.argv[first:]
     hosts = json.loads(os.environ["SRUN_HOSTS"])
     each = int(os.environ["SRUN_TASKS"])
     tasks: list[subprocess.Popen[bytes]] = []

@@ -3,6 +3,7 @@ never stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hocket.cli.train import STOPPED
+from hocket.jobs.early_stop import stopping_early
+from hocket.launch import Terminated
+from hocket.spec.errors import STOPPED, OptionError
 
 pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
 
@@ -33,10 +36,10 @@ def job(tmp_path: Path, run: str, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+def start(command: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "HOCKET_LEDGER": "0"}, start_new_session=True,
+        env={**os.environ, "HOCKET_LEDGER": "0", **variables}, start_new_session=True,
     )  # fmt: skip
 
 
@@ -123,18 +126,47 @@ def test_stopped_before_the_first_step(tmp_path: Path, number: signal.Signals, p
     assert steps_of(tmp_path / "run") == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_stopped_while_options_are_read(tmp_path: Path, number: signal.Signals) -> None:
-    """As while the command is imported: nothing has begun, and the job is queued again."""
+@pytest.mark.parametrize(
+    ("number", "tasks", "code"),
+    [(signal.SIGTERM, 1, STOPPED), (signal.SIGUSR1, 2, STOPPED), (signal.SIGTERM, 2, 1)],
+)
+def test_stopped_while_options_are_read(
+    tmp_path: Path, number: signal.Signals, tasks: int, code: int
+) -> None:
+    """As while the command is imported: nothing has begun, and the job is queued again. srun sends
+    SIGTERM to the tasks that are left when one fails: its code is to be the failure's."""
     os.mkfifo(tmp_path / "options.toml")
     command = [*HOCKET, *job(tmp_path, "run", 3), "--config", "options.toml"]
-    process = start(command, tmp_path)
+    process = start(command, tmp_path, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(tasks))
     with (tmp_path / "options.toml").open("w"):  # once it is opened for reading
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, output
+    assert process.returncode == code, output
     assert "stopped before the run began" in output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_after_the_run_leaves_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun sends SIGTERM while a rank whose peer was killed reports that, or one that has saved
+    ends."""
+    ended: list[int] = []
+
+    def before(number: int, frame: object) -> None:
+        ended.append(number)
+
+    before.before_run = True  # type: ignore[attr-defined]
+    saved = signal.signal(signal.SIGTERM, before)
+    try:
+        with contextlib.suppress(OptionError), stopping_early(lambda event: None):
+            raise OptionError("a rank fails")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ended
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        with pytest.raises(Terminated) as caught, stopping_early(lambda event: None):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 1
+    finally:
+        signal.signal(signal.SIGTERM, saved)
 
 
 def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:

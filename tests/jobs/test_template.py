@@ -96,6 +96,11 @@ def test_nodes_and_tasks_follow_from_the_layout(capsys: pytest.CaptureFixture[st
     text = printed(capsys, "slurm", "train", 8)
     assert "#SBATCH --nodes=2" in text
     assert "--layout dp2.tp8" in text
+    assert "srun --kill-on-bad-exit=1 --wait=300 --overlap hocket train" in text
+    for option in ("--elastic", "--upload"):  # their ranks end minutes before rank 0
+        words = ["slurm", "tiny-llama", "--layout", "dp2", "--gpus-per-node", "0", "--data", "x"]
+        assert main(["template", *words, "--", option, *["to"][: option == "--upload"]]) == 0
+        assert "--wait" not in capsys.readouterr().out.split("for attempt")[1]
     manifests = list(yaml.safe_load_all(printed(capsys, "kubernetes", "train", 8)))
     (job,) = (one for one in manifests if one["kind"] == "Job")
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2

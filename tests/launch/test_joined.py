@@ -279,6 +279,43 @@ def test_a_rank_that_is_done_looks_at_no_objects_once_more() -> None:
     assert "collected" not in done.stdout
 
 
+FAILS = """
+import os, signal, sys
+import hocket.launch.joined as joined
+def ended(number, frame):
+    os._exit(75)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, ended)
+abort = joined.RankContext.abort
+def aborted(context):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    abort(context)
+joined.RankContext.abort = aborted
+joined.run_joined("tests.launch.cases:only_fail", device="cpu", world_size=1)
+"""
+
+
+@pytest.mark.ranks
+def test_a_signal_to_a_rank_that_fails_is_no_request_to_stop() -> None:
+    """As srun sends it: with exit code 75 a job that fails would be queued again for ever."""
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS],
+        cwd=ROOT,
+        env={
+            **{**os.environ, **TORCHRUN, "PYTHONPATH": folders},
+            **{"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_ID": "0"},
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "boom" in done.stderr
+
+
 ORPHAN = """
 import os, sys, time
 from hocket.launch import end_with_launcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,8 @@ from hocket.cli.flags import (
     with_defaults,
 )
 from hocket.cli.terminal import show_text
+from hocket.spec.errors import STOPPED
 from hocket.spec.run import TrainOptions, Workload
-
-STOPPED = 75  # EX_TEMPFAIL
-"""Exit code of a run that a signal stopped: what it has computed is saved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.jobs.request import request
     from hocket.jobs.train import train_model
 
-    with progress(as_json=flags.json) as on_event, stopping_early(STOPPED, on_event):
+    with progress(as_json=flags.json) as on_event, stopping_early(on_event):
         summary = train_model(request({"model": _run_model(said), **said}), on_event=on_event)
     if on_event.heard:
         if flags.json:
@@ -156,6 +155,7 @@ def _push(flags: Train, run: Path, out: TextIO) -> None:
     from hocket.spec.units import format_bytes
 
     assert flags.push_to_hub is not None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored once the run is over
     trust = flags.training.trust_remote_code
     pushed = push_run(run, flags.push_to_hub, trust_remote_code=trust)
     print(f"pushed {format_bytes(pushed.num_bytes)} to {pushed.page}", file=out)

@@ -8,20 +8,27 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hocket.spec.errors import stopped_code
+
 
 @contextlib.contextmanager
-def stopping_early(code: int, on_event: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Within, both signals end the process with exit code `code`, as batch systems expect of a
-    job that is to be queued again: while data are tokenized, ranks start, or results are written.
-    Ranks that take steps are asked to save instead (`Launcher.run`).
+def stopping_early(on_event: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Within, both signals end the process with `spec.errors.stopped_code`, as batch systems expect
+    of a job that is to be queued again: while data are tokenized, ranks start, or results are
+    written. Ranks that take steps are asked to save instead (`Launcher.run`).
+
+    A handler from before the job, with an attribute `before_run`, does not come back: both signals
+    are ignored from then on, so that the exit code is that of the job.
     """
     from hocket.launch import Terminated
 
     def handler(number: int, frame: object) -> None:
         ended = Terminated(number)
-        ended.code = code
+        ended.code = stopped_code(number)
+        early.append(ended)
         raise ended
 
+    early: list[Terminated] = []
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,10 +38,11 @@ def stopping_early(code: int, on_event: Callable[[dict[str, Any]], None]) -> Ite
     try:
         yield
     except Terminated as ended:
-        if ended.code == code:
+        if ended in early:
             text = "stopped while no step was computed; the same command continues"
             on_event({"event": "note", "text": text})
         raise
     finally:
         for number, old in before:
-            signal.signal(number, old)
+            over = getattr(old, "before_run", False)
+            signal.signal(number, signal.SIG_IGN if over else old)

@@ -25,6 +25,9 @@ KINDS = ("slurm", "kubernetes", "docker", "skypilot", "grafana", "prometheus")
 DRAIN, DRAIN_UNDER_LAUNCHER = 50, 25
 """Seconds that requests have to end. torchrun and Slurm kill what is left 30 s after SIGTERM."""
 
+WAIT = 300
+"""Seconds from the end of the first task of a Slurm step to that of the step."""
+
 TORCH = "2.13.0"
 """torch's version in the CPU image; constraints.txt's."""
 
@@ -171,6 +174,8 @@ def _job(wanted: Template) -> str:
     words |= {
         "arguments": shlex.join(arguments),
         "title": _title(wanted, layout, nodes, world // nodes),
+        # Ranks that --elastic leaves out end at once, and rank 0 waits for the last upload.
+        "wait": "" if {"--elastic", "--upload"} & set(wanted.options) else f"--wait={WAIT} ",
         "drain": str(drain),
         "grace": str(drain + (20 if name == "kubernetes.serve" else 10)),
         "resources": _resources(wanted, world // nodes),

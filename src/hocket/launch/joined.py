@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -257,6 +258,10 @@ def run_joined(
             with raising_on_sigterm(context.stop_asked.set):
                 load_entry(entry)(context, payload or {})
         except BaseException as error:
+            main = threading.current_thread() is threading.main_thread()
+            if main and "SLURM_STEP_ID" in os.environ:  # srun ends the others: not a stop to obey
+                for number in (signal.SIGTERM, signal.SIGUSR1):
+                    signal.signal(number, signal.SIG_IGN)
             for notice in _NOTICE:
                 notice.send(error)
             context.abort()  # or the end of this process would wait for collectives under way

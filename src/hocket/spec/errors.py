@@ -18,7 +18,22 @@ HocketError                 message with the numbers, and one hint that can be p
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 from collections.abc import Iterable
+
+STOPPED = 75
+"""Exit code of training that a signal stopped (EX_TEMPFAIL): a batch system queues it again."""
+
+
+def stopped_code(number: int) -> int:
+    """Exit code of training that signal `number` ends while no rank takes steps.
+
+    Under srun 1 for SIGTERM: `--kill-on-bad-exit` sends it to all tasks when one of them fails, and
+    the largest code of the tasks is that of srun. With 75 the failed job would be queued again.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    return STOPPED if number != signal.SIGTERM or tasks == "1" else 1
 
 
 class HocketError(Exception):
