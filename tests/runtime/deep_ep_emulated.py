@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-topk_idx_t = torch.int64
+topk_idx_t = torch.int32
 
 
 def install() -> None:

@@ -46,6 +46,7 @@ class DeepEP:
         self.axis, self.recorder = axis, recorder
         self.tokens = 0
         """T at most."""
+        self.index_dtype = torch.int64
         self._buffer: Any = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeepEP:
@@ -71,6 +72,7 @@ class DeepEP:
             mine = torch.tensor([tokens], device=hidden.device)
             self.tokens = int(all_gather(mine, self.axis, Recorder()).max())  # of no step
             library: Any = importlib.import_module("deep_ep")
+            self.index_dtype = library.topk_idx_t
             # deterministic: rows of one expert in order of their tokens, so that a run repeats.
             self._buffer = library.ElasticBuffer(
                 self.axis.group, num_max_tokens_per_rank=self.tokens, hidden=width,
@@ -112,7 +114,8 @@ class DeepRoutes:
         if index is None:
             same = {"handle": self.handle, "num_sms": self.handle.num_sms}
         else:
-            same = {"topk_idx": index.contiguous(), "num_experts": self.num_experts}
+            index = index.to(self.deep.index_dtype).contiguous()
+            same = {"topk_idx": index, "num_experts": self.num_experts}
         with self._moves(hidden, len(hidden)):
             rows, _, of_rows, self.handle, _ = buffer.dispatch(
                 hidden.contiguous(), topk_weights=weights, do_expand=True, **same
