@@ -383,6 +383,12 @@ def test_resuming_what_is_no_run(refused: Run, tmp_path: Path) -> None:
     assert "holds no run" in said
 
 
+def test_a_dry_run_of_what_is_resumed(refused: Run) -> None:
+    """It was one of a new run, from the model that the run had exported."""
+    said = refused("train", "--run", "runs/first", "--resume", "--dry-run")
+    assert "hint: hocket config show train --config runs/first/run.toml\n" in said
+
+
 def test_the_wrong_kind_of_value_for_a_flag(refused: Run, text: str) -> None:
     said = refused("train", "tiny-llama", "--data", text, "--steps", "three")
     assert "--steps" in said

@@ -26,7 +26,7 @@ from hocket.cli.flags import (
     with_defaults,
 )
 from hocket.cli.terminal import show_text
-from hocket.spec.errors import STOPPED
+from hocket.spec.errors import STOPPED, OptionError
 from hocket.spec.run import TrainOptions, Workload
 
 
@@ -162,6 +162,11 @@ def _push(flags: Train, run: Path, out: TextIO) -> None:
 
 
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:
+    if said.get("resume"):
+        raise OptionError(
+            "--dry-run decides a new run; --resume continues one, as its run.toml has decided it",
+            hint=f"hocket config show train --config {said.get('run') or 'RUN'}/run.toml",
+        )
     from hocket.cli.progress import progress
     from hocket.jobs.dry_run import dry_run, dry_run_text
     from hocket.jobs.record import JobRecorder
