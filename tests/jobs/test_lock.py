@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -126,6 +127,22 @@ def test_the_lock_of_another_host_is_taken_over_by_hand(
     hint = str(caught.value.hint)
     subprocess.run(hint[hint.index("rm ") :], shell=True, check=True)
     with lock.locked(folder, "train"):
+        pass
+
+
+@pytest.mark.parametrize(("job", "restarts"), [("7", 1), ("7", 0), ("8", 1)])
+def test_a_requeued_job_takes_over_the_lock_of_a_lost_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int
+) -> None:
+    """Another node cannot see whether the process lives. The lock of another job stays."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    write(tmp_path, me(host="node-1", boot="of node-1"))
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    dead = (job, restarts) == ("7", 1)
+    lost = contextlib.nullcontext() if dead else pytest.raises(RunFolderError, match="node-1")
+    with lost, lock.locked(tmp_path, "train"):
         pass
 
 

@@ -7,7 +7,8 @@ A lock is a complete file that gets its name by `link`, which exactly one of sev
 do, on NFS as well; flock is not used. An owner on this host is dead when no process has its pid
 and its start time. Its successor is whoever creates the file that names the dead owner: so two
 processes that find the same dead owner cannot both follow it, and a successor that dies in between
-is followed in the same way.
+is followed in the same way. An owner on another host is dead when its Slurm job is this one, before
+it was queued again: Slurm does so once its processes have ended or its nodes are lost.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class LockOwner:
         pid: its process id. start: clock ticks from boot to its start, from /proc/PID/stat.
         since: when it took the lock, local time with zone. job: what it does, as `train`.
         token: of this lock alone.
+        batch: the Slurm job; empty: none. restarts: times that it was queued again before.
     """
 
     host: str
@@ -51,6 +53,8 @@ class LockOwner:
     since: str
     job: str
     token: str
+    batch: str = ""
+    restarts: int = 0
 
     @classmethod
     def me(cls, job: str) -> LockOwner:
@@ -64,6 +68,8 @@ class LockOwner:
             since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             job=job,
             token=secrets.token_hex(8),
+            batch=_batch()[0],
+            restarts=_batch()[1],
         )
 
     @classmethod
@@ -76,9 +82,12 @@ class LockOwner:
         try:
             owner = cls(**parse_json(read_text(file, most_bytes=_MOST_BYTES)))
             texts = (owner.host, owner.boot, owner.namespace, owner.since, owner.job, owner.token)
-            if not all(isinstance(text, str) for text in texts) or not owner.token.isalnum():
+            if (
+                not all(isinstance(text, str) for text in (*texts, owner.batch))
+                or not owner.token.isalnum()
+            ):
                 raise ValueError("its texts are none")
-            if not all(type(number) is int for number in (owner.pid, owner.start)):
+            if not all(type(number) is int for number in (owner.pid, owner.start, owner.restarts)):
                 raise ValueError("its pid is not an integer")
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -98,6 +107,9 @@ class LockOwner:
     @property
     def dead(self) -> bool:
         """Whether it has certainly ended."""
+        batch, restarts = _batch()
+        if batch and self.batch == batch and self.restarts < restarts:
+            return True
         return self.here and _start(self.pid) != self.start
 
 
@@ -257,6 +269,13 @@ def _start(pid: int) -> int | None:
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def _batch() -> tuple[str, int]:
+    """The Slurm job of this process, and how often it was queued again."""
+    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    name = f"{os.environ.get('SLURM_CLUSTER_NAME', '')}/{job}" if job else ""
+    return name, int(restarts) if restarts.isdigit() else 0
 
 
 def _boot() -> str:
