@@ -15,7 +15,7 @@ import pytest
 from hocket.jobs.serving import replicas as module
 from hocket.jobs.serving.measured import Keeper
 from hocket.jobs.serving.replicas import ReplicaOptions, ReplicaSet
-from hocket.jobs.serving.start import sweep_folders
+from hocket.jobs.serving.start import folder_prefix, sweep_folders
 from hocket.launch import Launcher
 from hocket.serving.front.client import ReplicaClient, ReplicaLost
 from hocket.serving.front.router import NoReplica, Router
@@ -314,8 +314,10 @@ def test_requests_that_outlast_the_drain_are_ended(
 
 
 def test_folders_of_killed_servers_are_swept_and_no_others(tmp_path: Path) -> None:
-    names = {"hocket-driver-4194305-a": False, f"hocket-driver-{os.getpid()}-b": True,
-             "hocket-driver-x-c": True, "other": True}  # fmt: skip
+    ours = folder_prefix()
+    names = {f"{ours}4194305-a": False, f"{ours}{os.getpid()}-b": True, f"{ours}x-c": True,
+             "hocket-driver-4194305-a": True, "hocket-driver-0123abcd-4194305-a": True,
+             "other": True}  # fmt: skip
     for name in names:
         (tmp_path / name).mkdir()
     sweep_folders(tmp_path)

@@ -62,7 +62,7 @@ class LockOwner:
         return cls(
             host=socket.gethostname(),
             boot=_boot(),
-            namespace=_namespace(),
+            namespace=pid_namespace(),
             pid=os.getpid(),
             start=_start(os.getpid()) or 0,
             since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
@@ -101,7 +101,7 @@ class LockOwner:
     @property
     def here(self) -> bool:
         """Whether it is of this boot of this host, so that its pid can be looked up."""
-        mine = (socket.gethostname(), _boot(), _namespace())
+        mine = (socket.gethostname(), _boot(), pid_namespace())
         return bool(mine[1]) and (self.host, self.boot, self.namespace) == mine
 
     @property
@@ -284,7 +284,8 @@ def _boot() -> str:
     return ""
 
 
-def _namespace() -> str:
+def pid_namespace() -> str:
+    """Where this process's id is valid; empty where the system does not tell."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

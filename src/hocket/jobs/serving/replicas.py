@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hocket.jobs.serving.start import FOLDERS, sweep_folders
+from hocket.jobs.serving.start import folder_prefix, sweep_folders
 from hocket.spec.errors import HocketError, RankFailure
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class ReplicaSet:
             one.launcher.close()
             one.launcher = self.relaunch(one.number)
         # Made for this life alone: nobody else may enter, and nothing is left once it is joined.
-        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDERS}{os.getpid()}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{folder_prefix()}{os.getpid()}-"))
         socket, token = folder / "driver", secrets.token_hex(32)
         payload = {
             **self.world.payload,

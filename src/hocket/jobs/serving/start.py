@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import socket
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from hocket.serving.front.renderer import Renderer
 
 
-FOLDERS = "hocket-driver-"
-"""Folders of sockets begin so, and go on with the parent's number."""
+def folder_prefix() -> str:
+    """How folders of sockets begin that this host's servers make, before the parent's process id:
+    other hosts and containers, with ids of their own, may share the directory."""
+    place = f"{socket.gethostname()} {lock.pid_namespace()}"
+    return f"hocket-driver-{zlib.crc32(place.encode()):08x}-"
 
 
 def server_folder(server: PreparedServer) -> RunFolder:
@@ -194,9 +198,11 @@ def kernels_remark(server: PreparedServer) -> str | None:
 
 
 def sweep_folders(where: Path) -> None:
-    """Remove the folders of servers of this user that were killed while their ranks started."""
-    for folder in where.glob(f"{FOLDERS}*"):
-        number = folder.name.removeprefix(FOLDERS).partition("-")[0]
+    """Remove the folders of this user's and host's servers that were killed while their ranks
+    started."""
+    prefix = folder_prefix()
+    for folder in where.glob(f"{prefix}*"):
+        number = folder.name.removeprefix(prefix).partition("-")[0]
         with contextlib.suppress(OSError):
             mine = folder.is_dir() and not folder.is_symlink()
             if not mine or folder.stat().st_uid != os.getuid() or not number.isdigit():
