@@ -16,6 +16,7 @@ def compiled(
     dropout: float,
     slices: bool = False,
     functional: bool = False,
+    axis: str = "tp",
 ) -> list[Any]:
     """Loss and norm of a step, plain and with compiled blocks (traced, without a compiler); with
     `functional` collectives, also those inside graphs, by name, and the number of graphs."""
@@ -26,7 +27,8 @@ def compiled(
     from hocket.runtime.mesh import Mesh
     from hocket.training.build import build_model, compile_blocks
 
-    layout = Layout(tp=context.world_size, microbatches=2, sequence_parallel=slices)
+    degree = {axis: context.world_size}
+    layout = Layout(**degree, microbatches=2, sequence_parallel=slices)  # type: ignore[arg-type]
     spec = RunSpec(
         model="tiny",
         config=config,

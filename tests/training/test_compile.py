@@ -23,6 +23,30 @@ def test_compiled_blocks_on_two_tensor_ranks(ranks) -> None:
     assert compiled == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_compiled_blocks_on_two_context_ranks(ranks, kind: str) -> None:
+    """Keys of attention and inputs of convolutions come from the other rank between graphs."""
+    config = {
+        **catalogue.config("tiny-llama"),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    if kind == "lfm2":
+        config |= {"model_type": kind, "layer_types": ["conv", "full_attention"]}
+    found = ranks.run(
+        "tests.training.cases:compiled",
+        2,
+        timeout=200.0,
+        config=config,
+        dropout=0.0,
+        axis="cp",
+    )
+    plain, compiled = found[0]
+    assert compiled == pytest.approx(plain, abs=1e-5)
+
+
 def test_compiled_blocks_with_dropout_seed_as_plain_ones_do(ranks) -> None:
     config = {
         **catalogue.config("tiny-gpt2"),

@@ -186,6 +186,13 @@ def _install() -> None:
     module._preprocess_mask_arguments = prepared
 
 
+def leave_graphs() -> None:
+    """Let attention over context ranks be called between compiled parts, once in a process: no
+    graph holds its messages, nor its masks."""
+    outside = torch.compiler.disable(_attention)  # type: ignore[no-untyped-call]
+    transformers.AttentionInterface.register(CONTEXT, outside)
+
+
 def split_sequences(model: nn.Module) -> None:
     """Let a model's layers go over context ranks: its attention becomes `hocket_context`, and its
     recurrent layers hand on their states (`models.context_scans`).

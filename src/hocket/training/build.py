@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hocket.models.attention import choose_kernels_on_cuda
-from hocket.models.context import own_attention, split_sequences, use_whole_rows
+from hocket.models.context import leave_graphs, own_attention, split_sequences, use_whole_rows
 from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
@@ -29,7 +29,8 @@ from hocket.models.source import ModelSource, run_source
 from hocket.models.weights import Weights
 from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.base_4bit import quantize_base
-from hocket.runtime.context_parallel import whole_rows
+from hocket.runtime.context_parallel import ContextParallel, whole_rows
+from hocket.runtime.context_parallel.apply import CONTEXT
 from hocket.runtime.device import (
     claim_device,
     host_threads,
@@ -348,6 +349,10 @@ def compile_blocks(
         for child in layer.modules():
             if isinstance(getattr(child, "axis", None), Axis) and not inside:
                 child.forward = torch.compiler.disable(child.forward)  # type: ignore[no-untyped-call]
+            context = getattr(child, CONTEXT, None)
+            if isinstance(context, ContextParallel):
+                leave_graphs()
+                context.leave_graphs()
             if hasattr(child, CORE):
                 setattr(child, CORE, torch.compiler.disable(getattr(child, CORE)))  # type: ignore[no-untyped-call]
             hooks: dict[int, Any]

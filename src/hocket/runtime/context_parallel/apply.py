@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hocket.runtime.context_parallel.attend import Scores, Visible
@@ -94,6 +95,12 @@ class ContextParallel:
     def previous_states(self, ends: Tensor, decay: Tensor, *, matrix: bool = False) -> Tensor:
         """The state before each of this rank's two chunks (`state.previous_states`)."""
         return previous_states(ends, decay, self.axis, self.recorder, matrix=matrix)
+
+    def leave_graphs(self) -> None:
+        """Let states be handed on between compiled parts."""
+        for method in (ContextParallel.previous_inputs, ContextParallel.previous_states):
+            outside = torch.compiler.disable(method.__get__(self))  # type: ignore[no-untyped-call]
+            setattr(self, method.__name__, outside)
 
 
 def apply_context_parallel(module: nn.Module, context: ContextParallel) -> None:
