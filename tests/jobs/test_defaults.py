@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import defaults, dry_run, precision
+from hocket.jobs import defaults, dry_run, precision, prepare
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
 from hocket.jobs.validate import resolved_microbatches
 from hocket.models.source import ModelSource, resolve_model
 from hocket.probing import devices
 from hocket.spec import legality
-from hocket.spec.errors import OptionError
+from hocket.spec.errors import DataError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -121,6 +122,36 @@ def test_microbatches_bound_the_tokens_of_one_forward() -> None:
 def test_batch_by_the_field_s_words(values: dict[str, Any], expected: tuple[int, int]) -> None:
     found = defaults.with_batch(request({"model": "tiny-llama", "device": "cpu", **values}))
     assert (found.layout.microbatches, found.workload.global_batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "batch"),
+    [
+        ({"seq_len": 62}, 21),
+        ({"seq_len": 62, "layout": "dp2"}, 20),
+        ({"layout": "pp2:microbatches=4"}, 20),
+        ({"seq_len": 16}, 32),
+        ({"streaming": True}, None),
+        ({"global_batch": 32}, None),
+        ({"layout": "dp22"}, None),
+    ],
+)
+def test_a_chosen_batch_is_no_larger_than_the_data(
+    values: dict[str, Any], batch: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "few.txt").write_text("a few words of text\n" * 70)
+    asked = request(
+        {"model": "tiny-llama", "data": str(tmp_path / "few.txt"), "run": str(tmp_path / "run"),
+         "device": "cpu", "eval_fraction": 0.01, "seq_len": 64, **values}
+    )  # fmt: skip
+    job, folder = prepare.prepare_job(asked), prepare.train_folder(asked)
+    if batch is None:
+        with pytest.raises(DataError, match="one step takes"):
+            prepare.tokenized(job, folder, JobRecorder())
+        return
+    found = prepare.tokenized(job, folder, JobRecorder())
+    assert found.job.request.workload.global_batch == batch
+    assert any(f"all {batch} sequences" in note for note in found.notes) == (batch != 32)
 
 
 @pytest.mark.parametrize(

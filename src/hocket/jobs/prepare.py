@@ -301,7 +301,7 @@ def data(
         request.data,
         eval_paths=request.eval_data,
         seq_len=workload.seq_len,
-        global_batch=workload.global_batch,
+        global_batch=_fewest(job) or workload.global_batch,
         text_field=options.text_field,
         eval_fraction=options.eval_fraction,
         seed=options.seed,
@@ -372,6 +372,8 @@ def tokenized(job: PreparedJob, folder: RunFolder, record: JobRecorder) -> Prepa
     job = fitted_to(job, tokens)
     options, workload = job.request.options, job.request.workload
     said = tokens.said(workload.seq_len)
+    if workload.global_batch < asked.workload.global_batch:
+        said += f"; a step takes all {workload.global_batch} sequences that they are"
     if options.epochs is not None:
         said += f"; {options.epochs:g} epochs are {options.steps} steps"
     said += f"; {words.kind} tokenizer of {words.vocab_size} ids"
@@ -381,13 +383,28 @@ def tokenized(job: PreparedJob, folder: RunFolder, record: JobRecorder) -> Prepa
     return PreparedData(job=job, words=words, tokens=tokens, config=config, notes=notes)
 
 
+def _fewest(job: PreparedJob) -> int:
+    """Sequences of the smallest step that a global batch may become which was chosen, not given; 0
+    where it stays: data that is streamed has no size yet."""
+    asked, layout = job.request, job.layout
+    if "global_batch" in asked.given or asked.options.streaming:
+        return 0
+    return layout.dp * (layout.microbatches or 1) * (asked.micro_batch_size or 1)
+
+
 def fitted_to(job: PreparedJob, tokens: Tokens) -> PreparedJob:
-    """The job with the packing that its data asks for, and the steps of its epochs."""
-    from hocket.training.data import steps_of
+    """The job with the packing that its data asks for, a chosen global batch of which the data has
+    one, and the steps of its epochs."""
+    from hocket.training.data import num_samples, steps_of
 
     options = dataclasses.replace(job.request.options, packing=tokens.packing)
+    workload = job.request.workload
+    samples = tokens.train_rows or num_samples(tokens.train_tokens, workload.seq_len)
+    if (unit := _fewest(job)) and samples < workload.global_batch:
+        workload = dataclasses.replace(workload, global_batch=samples // unit * unit)
+        request = dataclasses.replace(job.request, workload=workload)
+        job = dataclasses.replace(job, request=request)
     if options.epochs is not None:
-        workload = job.request.workload
         steps = steps_of(
             tokens, options.epochs, seq_len=workload.seq_len, global_batch=workload.global_batch
         )
