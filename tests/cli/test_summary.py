@@ -55,3 +55,12 @@ def test_a_report_that_was_written_is_named_and_not_asked_for() -> None:
 )
 def test_equal_ranks_are_reported_once(each: tuple[int, ...], said: str) -> None:
     assert summary_lines(Summary(run=Path("run"), memory_bytes=each)) == [said]
+
+
+def test_a_model_of_chats_is_tried_as_one(tmp_path: Path) -> None:
+    assert any("--prompt" in line for line in next_steps(Summary(run=tmp_path)))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text("")
+    assert any(
+        line.endswith(f"generate {tmp_path} --chat") for line in next_steps(Summary(run=tmp_path))
+    )

@@ -94,7 +94,8 @@ def next_steps(summary: Summary) -> list[str]:
         ]
     report = "" if summary.report is None else f", report {summary.report}"
     adapter = (summary.run / "adapter").is_dir()
-    use = ["generate", run, "--prompt", "Once upon a time"]
+    chats = (summary.run / "model" / "chat_template.jinja").is_file()
+    use = ["generate", run, *(["--chat"] if chats else ["--prompt", "Once upon a time"])]
     further = ["serve", run] if summary.report else ["report", run]
     if adapter:
         use = ["export", run, "--merge", "--to", f"{run}-merged"]

@@ -152,8 +152,8 @@ def resolve_model(
         if near
         else f"the catalogue has {other!r}, another model; a model of the Hub is named ORG/NAME"
         if other
-        else "a directory with config.json and safetensors weights, a run folder, or ORG/NAME on "
-        "the Hub; hocket models lists the catalogue",
+        else "hocket models\n        or a directory with config.json and safetensors weights, a "
+        "run folder, ORG/NAME on the Hub",
     )
 
 
