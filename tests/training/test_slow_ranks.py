@@ -90,6 +90,26 @@ def test_a_slow_link_hides_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None
     assert texts == [None, None, texts[2], None]
 
 
+def test_a_rank_that_is_slow_now_and_then_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with more processes than cores: two of the three steps would make the median."""
+    context = SimpleNamespace(world_size=2)
+    mesh = SimpleNamespace(
+        layout=Layout.parse("dp2"),
+        recorder=SimpleNamespace(timeline_events=lambda: [], waits=lambda: ()),
+    )
+    watch = SlowRanks(context, mesh, 1.3)  # type: ignore[arg-type]
+    rows = iter([1.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(
+        "hocket.training.timeline.gather_values",
+        lambda *_: [
+            dataclasses.asdict(RankSeconds(3.0, seconds, 0.0)) for seconds in (1.0, next(rows))
+        ],
+    )
+    texts = [watch.after(step, 0.0) for step in (50, 100, 150, 200)]
+    assert texts[:3] == [None] * 3
+    assert "rank 1 is slow: its compute takes 2.0 times" in str(texts[3])
+
+
 def test_compute_is_what_is_not_inside_a_collective() -> None:
     def event(lane: str, start: float, end: float, axis: str | None = None) -> SimpleNamespace:
         return SimpleNamespace(lane=lane, start=start, end=end, axis=axis)

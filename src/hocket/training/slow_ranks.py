@@ -2,6 +2,7 @@
 
     every 50 steps one is recorded on all ranks -> seconds of compute, of input, of each collective
     -> the median of the last 3 such steps -> compared with the ranks that do the same work
+    -> named, if each of the 3 finds the same
 
 Ranks that wait look busy, so that a step's length tells nothing of a rank. Compute is what is left
 of the step without the input and without waiting in collectives; of a collective all ranks but the
@@ -207,7 +208,14 @@ class SlowRanks:
             kept.append(RankSeconds(**row))
         if len(self._kept[0]) < SETTLED:
             return None
-        found = diagnose([_median(kept) for kept in self._kept], self._mesh.layout, self._factor)
+        layout, factor = self._mesh.layout, self._factor
+        found = diagnose([_median(kept) for kept in self._kept], layout, factor)
+        # Where processes share cores, each step finds another rank.
+        steps = [
+            {_key(one) for one in diagnose(rows, layout, factor)}
+            for rows in zip(*self._kept, strict=True)
+        ]
+        found = [one for one in found if all(_key(one) in keys for keys in steps)]
         costliest = {one.cause: one for one in reversed(found)}  # a slow link hides no slow rank
         new = [one for one in found if one is costliest[one.cause] and _key(one) not in self._named]
         self._named = {_key(one) for one in costliest.values()}
