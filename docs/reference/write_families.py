@@ -39,9 +39,9 @@ SERVED_ROWS = SERVED_PAGE.with_suffix(".jsonl")
 SUMMARY = PAGE.parents[2] / "src/hocket/catalogue/data/families.json"
 """Of both, for `hocket models`."""
 SERVED_RUN = (
-    "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; `cp2`, `cp2.tp2` and recurrent `+`: "
-    "11-26, in steps so short that every context rank computed all tokens; `cp2` and `cp2.tp2` of "
-    "recurrent types: 11-27, in steps that are split)"
+    "2026-11-23 (`ep`, recurrent and latent, no `+`: 11-25; recurrent `+`: 11-26; `cp2.tp2`: "
+    "11-26, in steps so short that every context rank computed all tokens, of recurrent types "
+    "11-27 and 11-28, in steps that are split; `cp2` and `cp4`: 11-28, in steps that are split)"
 )
 """Days of the runs whose rows are kept."""
 MARKS = {"equal": "=", "rejected": "-", "different": "X", "crashed": "!"}

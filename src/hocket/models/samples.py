@@ -66,8 +66,10 @@ _NOT_SWITCHES = (
     "tie_encoder_decoder", "torchscript", "gradient_checkpointing", "router_aux", "init_", "do_",
     "early_stopping", "remove_invalid", "use_mambapy", "use_kernel", "use_mem", "reset_params",
     "untie_r", "bi_data", "causal", "add_router_probs", "calc_", "use_bidirectional",
+    "rescale_prenorm",  # transformers 5.23 then divides the weights of Mamba 2 as it reads a file
 )  # fmt: skip
-"""Beginnings of boolean names that choose outputs, training or another kind of model."""
+"""Beginnings of boolean names that choose outputs, training, how weights begin or another kind of
+model."""
 
 
 _ON: Mapping[str, Any] = {"output_router_logits": True, "z_loss_coefficient": 0.1}

@@ -47,10 +47,10 @@ QUICK = ("tp2", "dp2.pp2:microbatches=2,zero=2")
 """Every axis once, in two small worlds."""
 
 
-SERVED_LAYOUTS = ("dp1", "tp2", "pp2", "cp2", "cp2.tp2", "dp2.ep2", "tp2.ep2.etp1")
+SERVED_LAYOUTS = ("dp1", "tp2", "pp2", "cp2", "cp4", "cp2.tp2", "dp2.ep2", "tp2.ep2.etp1")
 """Layouts of the serving matrix, as `Layout` writes them: one process, each axis that splits a
-replica alone, context ranks with tensor ranks, and experts over data ranks and over tensor
-ranks."""
+replica alone, four context ranks, context ranks with tensor ranks, and experts over data ranks and
+over tensor ranks."""
 
 
 SWITCHED = "+"
