@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.serving import check
-from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
+from hocket.spec.errors import HocketError, ModelError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import (
     CRASHED,
@@ -164,7 +164,12 @@ class _Row:
                 self._unequal(directory, text, CRASHED if crashed else REJECTED, error)
         if not answers:
             return
-        reports = check.layout_reports(self.warm.launcher, directory, answers, self.folder)
+        try:
+            reports = check.layout_reports(self.warm.launcher, directory, answers, self.folder)
+        except ModelError as error:  # nothing to compare with: why `serve` rejects it, if it does
+            for text in answers:
+                self._unequal(directory, text, REJECTED, error)
+            return
         again = []
         for text, report in reports.items():
             if report.ok:
