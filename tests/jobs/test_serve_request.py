@@ -171,7 +171,7 @@ def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     for missing in (str(tmp_path), "nosuch"):
         with pytest.raises(ModelError) as raised:
             serve_request.server({"model": missing})
-        assert (raised.value.hint or "").startswith("a directory with config.json")
+        assert "a directory with config.json" in (raised.value.hint or "")
     with pytest.raises(ModelError, match="no weights"):
         serve_request.server({"model": "tiny-llama"})
     bare = model(tmp_path / "bare")
