@@ -151,7 +151,7 @@ def test_kinds_follow_from_the_layout() -> None:
         chosen_kinds(("weights",), Layout.parse("dp2:zero=3"))
     with pytest.raises(OptionError, match="unknown kind of fault 'kil'") as caught:
         chosen_kinds(("kil",), Layout.parse("dp2"))
-    assert caught.value.hint == "--kinds kill"
+    assert caught.value.hint == "did you mean 'kill'?"
 
 
 def test_what_cannot_be_run_is_rejected() -> None:
