@@ -104,25 +104,25 @@ def test_experts_over_ranks_change_nothing(
     assert experts.ranks == report.world_size // Layout.parse(layout).pp
 
 
-def test_a_token_once_for_each_node_changes_nothing(ranks: RankPool, folder: Path) -> None:
-    cases = [("mixtral", "dp4.ep4"), ("gpt_oss", "dp4.ep4:zero=3,microbatches=2,recompute=full")]
+@pytest.mark.parametrize(
+    ("dispatch", "cases"),
+    [
+        (
+            "node:2",
+            [("mixtral", "dp4.ep4"), ("gpt_oss", "dp4.ep4:zero=3,microbatches=2,recompute=full")],
+        ),
+        (
+            "deepep",
+            [("mixtral", "dp2.ep2:microbatches=2,recompute=full"), ("gpt_oss", "dp2.ep2:zero=3")],
+        ),
+    ],
+)
+def test_other_ways_of_dispatch_change_nothing(
+    ranks: RankPool, folder: Path, dispatch: str, cases: list[tuple[str, str]]
+) -> None:
     found = ranks.run(
-        "tests.check.cases:context", 4, folder=str(folder), cases=cases, dispatch="node:2",
-        timeout=120.0,
-    )  # fmt: skip
-    for family, layout, report, _ in found[0]:
-        checked = CheckReport.from_json(json.dumps(report))
-        assert checked.ok, (family, layout, checked.failures)
-
-
-def test_a_library_that_moves_tokens_changes_nothing(ranks: RankPool, folder: Path) -> None:
-    cases = [
-        ("mixtral", "dp2.ep2:microbatches=2,recompute=full"),
-        ("gpt_oss", "dp2.ep2:zero=3"),
-    ]
-    found = ranks.run(
-        "tests.check.cases:context", 2, folder=str(folder), cases=cases, dispatch="deepep",
-        timeout=120.0,
+        "tests.check.cases:context", Layout.parse(cases[0][1]).world_size, folder=str(folder),
+        cases=cases, dispatch=dispatch, timeout=120.0,
     )  # fmt: skip
     for family, layout, report, _ in found[0]:
         checked = CheckReport.from_json(json.dumps(report))

@@ -250,6 +250,21 @@ def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: fl
             rank.kill()
 
 
+def joined_alone(code: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The end of a process that is the only rank of torchrun's."""
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **TORCHRUN, "PYTHONPATH": folders, "RANK": "0", "WORLD_SIZE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**environment, **more},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
 COLLECTED = """
 import os
 import hocket.launch.joined as joined
@@ -266,16 +281,8 @@ joined.run_joined("tests.launch.cases:tell_place", device="cpu", world_size=1)
 @pytest.mark.ranks
 def test_a_rank_that_is_done_looks_at_no_objects_once_more() -> None:
     """The interpreter's last collection takes seconds of the grace that a system allows a stop."""
-    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECTED],
-        cwd=ROOT,
-        env={**os.environ, **TORCHRUN, "PYTHONPATH": folders, "RANK": "0", "WORLD_SIZE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    done = joined_alone(COLLECTED)
+    assert done.returncode == 0, done.stderr
     assert "collected" not in done.stdout
 
 
@@ -299,19 +306,7 @@ joined.run_joined("tests.launch.cases:only_fail", device="cpu", world_size=1)
 @pytest.mark.ranks
 def test_a_signal_to_a_rank_that_fails_is_no_request_to_stop() -> None:
     """As srun sends it: with exit code 75 a job that fails would be queued again for ever."""
-    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS],
-        cwd=ROOT,
-        env={
-            **{**os.environ, **TORCHRUN, "PYTHONPATH": folders},
-            **{"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_ID": "0"},
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = joined_alone(FAILS, SLURM_STEP_ID="0")
     assert done.returncode == 1
     assert "boom" in done.stderr
 

@@ -48,7 +48,7 @@ class ElasticBuffer:
         found = [torch.zeros(3, dtype=torch.int64) for _ in range(self.ranks)]
         mine = torch.tensor([num_max_tokens_per_rank, hidden, num_topk])
         dist.all_gather(found, mine, group=group)
-        assert all(torch.equal(one, mine) for one in found), found  # of all ranks alike
+        assert all(torch.equal(one, mine) for one in found), found  # the same on all ranks
 
     def dispatch(
         self, x: Tensor, *, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
