@@ -14,11 +14,12 @@ from hocket.catalogue.shapes import shape
 from hocket.cost.constants import quantiles
 from hocket.cost.terms import terms
 from hocket.planning.expert_decoder import expert_decoder
-from hocket.planning.layouts import layout_at, legal_layouts
+from hocket.planning.layouts import layout_at
 from hocket.planning.problem import Problem
 from hocket.planning.table import PublishedRow, parse_training_row
 from hocket.planning.validate import price_training_rows
 from hocket.spec.model_shape import ModelShape
+from tests.support.columns import legal_layouts
 
 EXTRACT = Path(__file__).parent / "published_extract.csv"
 

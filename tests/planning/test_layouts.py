@@ -11,15 +11,7 @@ from hocket.catalogue import shapes
 from hocket.cost.layout_batch import NAMES, SCHEDULES
 from hocket.jobs.validate import resolved_microbatches
 from hocket.planning.decoder import decoder
-from hocket.planning.layouts import (
-    Layouts,
-    layout_at,
-    legal_layouts,
-    row,
-    runs_here,
-    tensor_degrees,
-    unmet_pin,
-)
+from hocket.planning.layouts import Layouts, layout_at, row, runs_here, tensor_degrees, unmet_pin
 from hocket.planning.pins import layout_pins
 from hocket.schedules.registry import build_schedule
 from hocket.spec.capabilities import runs
@@ -27,7 +19,7 @@ from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import Workload
-from tests.support.columns import layout_columns
+from tests.support.columns import layout_columns, legal_layouts
 
 SMALL = decoder(
     layers=6, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="small"

@@ -14,12 +14,13 @@ from hocket.models.dimensions import Dimensions
 from hocket.models.dimensions import dimensions as of_config
 from hocket.planning import machine_choice
 from hocket.planning.decoder import decoder
-from hocket.planning.layouts import layout_at, legal_layouts, row, tensor_degrees
+from hocket.planning.layouts import layout_at, row, tensor_degrees
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import LayoutError, ScheduleError
 from hocket.spec.layout import CUTS, Layout
 from hocket.spec.model_shape import Handed, ModelShape
 from hocket.spec.run import Workload
+from tests.support.columns import legal_layouts
 
 SEQ_LEN, BATCH = 36, 24
 

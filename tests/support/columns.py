@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hocket.cost.layout_batch import Layouts, schedule_number
+from hocket.planning.layouts import concatenate, legal_parts
 from hocket.spec import recompute
 from hocket.spec.layout import OFFLOAD, Layout
 
@@ -44,3 +46,8 @@ def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
     names = [f.name for f in dataclasses.fields(Layouts)]
     values = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return Layouts(**{name: np.ascontiguousarray(values[:, i]) for i, name in enumerate(names)})
+
+
+def legal_layouts(*job: Any, **limits: Any) -> Layouts:
+    """All of `planning.layouts.legal_parts`; empty if there is none."""
+    return concatenate(list(legal_parts(*job, **limits)))

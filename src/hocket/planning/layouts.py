@@ -52,11 +52,6 @@ MOST_VIRTUAL = 16
 _NAMED = {value: name for name, value in NAMES.items()}
 
 
-def legal_layouts(*job: Any, **limits: Any) -> Layouts:
-    """All of `legal_parts`; empty if there is none."""
-    return concatenate(list(legal_parts(*job, **limits)))
-
-
 def legal_parts(
     shape: ModelShape,
     num_gpus: int,
