@@ -34,6 +34,7 @@ from typing import IO, Any
 from hocket.doctor.check import FAKE, GPU, Cannot, GpuCheck
 from hocket.doctor.place import Place
 from hocket.doctor.table import by_id
+from hocket.launch.rank import renew_threads
 from hocket.spec.units import format_bytes
 
 Result = dict[str, Any]
@@ -132,6 +133,7 @@ def _in_child(name: str, form: str, result: int, output: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        renew_threads()
         os.write(result, json.dumps(perform(name, form)).encode())
         code = 0
     finally:

@@ -186,13 +186,25 @@ def _context(rank: int, message: dict[str, Any], writer: LineWriter, listener: i
     )
 
 
+def renew_threads(number: int | None = None) -> None:
+    """Give torch in a forked process a pool of `number` threads (None: as many as its parent had),
+    if it was imported before the fork.
+
+    torch replaces the pool that a fork leaves behind in the first call that sets the number,
+    without a lock. The autograd engine's threads, one for each GPU that the machine has, would call
+    it at once, and the process would abort ("Invalid thread pool!").
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(number or torch.get_num_threads())
+
+
 def _call(context: RankContext, message: dict[str, Any], writer: LineWriter) -> int:
     writer.write({"launch": "started", "time": time.monotonic(), "pid": os.getpid()})
     if message["quiet"]:
         warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
         warnings.filterwarnings("ignore", category=FutureWarning)
-    if message["threads"] is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(message["threads"])
+    renew_threads(message["threads"])
     load_entry(message["entry"])(context, message["payload"])
     writer.write({"launch": "finished", "time": time.monotonic()})
     return 0

@@ -1,7 +1,7 @@
 """Fake CUDA device: forward and backward on fake CUDA tensors, without a GPU or its driver.
 
-`load_fake_device` compiles `fake_cuda.cpp` once per torch version and loads it before torch is
-imported; `FakeGpu` answers what is asked of `torch.cuda` as a named GPU of the catalogue would.
+`load_fake_device` compiles `fake_cuda.cpp` once per torch version and loads it before it imports
+torch; `FakeGpu` answers what is asked of `torch.cuda` as a named GPU of the catalogue would.
 Works on CPU builds and on CUDA builds of torch; GPUs that are present are neither used nor seen.
 
     $XDG_CACHE_HOME/hocket/rehearsal/HASH.so, else ~/.cache/hocket/rehearsal/HASH.so
@@ -40,7 +40,8 @@ _LOADED: list[ctypes.CDLL] = []
 
 
 def load_fake_device() -> None:
-    """Compile the fake device if that was never done, and load it. Call before torch is imported.
+    """Compile the fake device if that was never done, load it and import torch. Call before torch
+    is imported by others, and before any backward: autograd counts devices in the first one.
 
     Raises:
         OptionError: no C++ compiler, or one that cannot compile torch's headers.
@@ -58,6 +59,8 @@ def load_fake_device() -> None:
         with contextlib.suppress(OSError):
             ctypes.CDLL(str(dependencies), mode=ctypes.RTLD_GLOBAL)
     _LOADED.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
+    import torch  # noqa: F401  a CUDA build registers its own guard now; ours takes its place
+
     _LOADED[0].hocket_register_guard()
 
 
@@ -208,7 +211,6 @@ class FakeGpu:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         assert _LOADED, "load() comes before torch is imported"
-        _LOADED[0].hocket_register_guard()  # over that of a CUDA build
         _name_kernels()
         cuda: Any = torch.cuda
         nccl: Any = cuda.nccl
