@@ -94,6 +94,27 @@ def test_a_restart_is_for_the_fault_that_happened_first(tmp_path: Path) -> None:
     assert evaluation.survived
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "named"),
+    [
+        ("cut", "rank 1 of 2 failed: RuntimeError: Connection closed by peer", True),
+        ("kill", "rank 1 of 2 failed: RuntimeError: Connection closed by peer", False),
+        ("kill", "rank 0 (process 7) was killed by SIGKILL", True),
+        ("stop", "rank 0 is stopped (SIGSTOP); no rank gave a sign of life for 4 s", True),
+        ("weights", "weight differs on one of ranks [0, 1]", True),
+    ],
+)
+def test_a_name_counts_alike_where_the_run_stops(
+    tmp_path: Path, kind: str, text: str, named: bool
+) -> None:
+    """A rank that fails while the run saves to stop: of a link that was cut, either end counts."""
+    fault = ChaosFault(0, BY_NAME[kind], 0, 25, "forward", 0.1)
+    watch = _Watched(tmp_path / "job", 0, ChaosJob(60, "gloo", (fault,)))
+    watch.injected(fault)
+    watch({"event": "note", "text": f"{text}; the run was asked to stop: step-24 is kept"})
+    assert [row.named for row in watch.results("")] == [named]
+
+
 def test_a_disk_that_is_filled_stays_full_while_ranks_delete(tmp_path: Path) -> None:
     """No save finds the space of an old checkpoint that another rank deletes, at any moment, until
     the file that fills the disk is deleted."""

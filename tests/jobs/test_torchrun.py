@@ -164,3 +164,53 @@ def test_four_ranks_then_three_then_four(
     found, wanted = losses(tmp_path, "run")[:last], losses(tmp_path, "one")
     assert [step for step, _ in found] == [step for step, _ in wanted]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=2e-5)
+
+
+PREPARES = """
+import sys, time
+from pathlib import Path
+import hocket.jobs.train as train
+from hocket.cli.main import main
+from hocket.launch import joined_context
+train.STARTUP = float(sys.argv.pop(1))
+prepare = train._prepare_joined
+def slowly(*given):
+    Path("prepares").touch()
+    while not Path("waits").exists():
+        time.sleep(0.1)
+    time.sleep(6)
+    return prepare(*given)
+train._prepare_joined = slowly
+if joined_context().rank:
+    Path("waits").touch()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ranks_wait_for_data_as_long_as_rank_0_prepares_it(tmp_path: Path) -> None:
+    """Longer than they wait for the store: tokenizing, or a checksum of all tokens, takes hours."""
+    text_in(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in FOREIGN and "SLURM" not in k}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    options = ["--layout", "dp2", "--seq-len", "16", "--global-batch", "2", "--steps", "2"]
+    words = ["train", "tiny-llama", "--data", "text.txt", "--run", "run", "--cluster", "none"]
+    ranks = []
+    try:
+        for rank, startup in ((0, "60"), (1, "2")):
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", PREPARES, startup, *words, *options, "--device", "cpu"],
+                    cwd=tmp_path, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL, text=True,
+                )
+            )  # fmt: skip
+            until(lambda: (tmp_path / "prepares").exists() or ranks[0].poll() is not None)
+        ended = [(rank.communicate(timeout=100)[1], rank.returncode) for rank in reversed(ranks)]
+    finally:
+        for one in ranks:
+            one.kill()
+    assert [code for _, code in ended] == [0, 0], ended
+    assert len(losses(tmp_path, "run")) == 2

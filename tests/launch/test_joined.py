@@ -15,7 +15,7 @@ import pytest
 
 from hocket.launch import joined_context
 from hocket.launch.joined import first_host
-from hocket.spec.errors import LayoutError
+from hocket.spec.errors import LayoutError, RankFailure
 from tests.ranks import ROOT
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -83,6 +83,56 @@ def test_srun() -> None:
 )
 def test_the_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (TORCHRUN, "Connection refused"),
+        (SRUN, "Connection refused"),
+        ({**TORCHRUN, "MASTER_ADDR": "no-such-host.invalid"}, "[Nn]ame"),
+        (TORCHRUN, "it accepts connections and does not answer: its process is stopped"),
+        ({**TORCHRUN, "RANK": "0"}, "address already in use"),
+    ],
+)
+def test_a_store_that_is_not_there_is_reported(own: dict[str, str], reason: str) -> None:
+    """As where rank 0's host never answers: place and seconds, the cause, a command that tries it,
+    and the variables that name another place."""
+    listens = "answer" in reason or "in use" in reason
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        address = "127.0.0.1" if own.get("MASTER_ADDR", "host") == "host" else own["MASTER_ADDR"]
+        context = joined_context({**own, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
+        assert context is not None
+        with pytest.raises(RankFailure, match=reason) as caught:
+            context.store(1)
+        failure, hint = caught.value, str(caught.value.hint)
+        rank, what = context.rank, "serve" if context.rank == 0 else "in 1 s reach"
+        assert f"rank {rank} of {context.world_size} on " in failure.message
+        assert f" could not {what} the store, which rank 0's host serves at " in failure.message
+        assert f"MASTER_ADDR={address} MASTER_PORT={port}: " in failure.message
+        assert "\n" not in failure.message
+        assert "export MASTER_" in hint
+        tries = hint.split("`")[1]
+        assert f"{address}/{port}" in tries
+        tried = subprocess.run(tries, shell=True, capture_output=True, check=False)
+        assert (tried.stdout == b"open\n") == listens
+
+
+@pytest.mark.torch
+def test_a_rank_0_that_never_opens_the_store_of_torchrun_is_reported() -> None:
+    from torch.distributed import TCPStore
+
+    agent = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    of_agent = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    context = joined_context({**TORCHRUN, **place, **of_agent})
+    assert context is not None
+    with pytest.raises(RankFailure, match="rank 0 has not opened it in 1 s: stopped"):
+        context.store(1)
 
 
 @pytest.mark.ranks

@@ -355,6 +355,8 @@ def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Sum
     request = of_world(request, context.world_size)
     if context.rank > 0:
         return _run_joined(request, context, record, None)
+    if context.world_size > 1:
+        context.store(STARTUP)  # the other ranks see that this one lives, however long it prepares
     with contextlib.ExitStack() as stack:
         try:
             upload.fetch_run(request, record)
@@ -396,7 +398,7 @@ def _run_joined(
 ) -> Summary:
     """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
     another process prepares it."""
-    from hocket.launch import leave_together, leave_unused, run_joined
+    from hocket.launch import await_key, leave_together, leave_unused, run_joined
     from hocket.models.source import fetch_again
     from hocket.training.windowed import windows_made
 
@@ -405,8 +407,7 @@ def _run_joined(
         # Whatever can be refused alone is refused at once; the data is rank 0's.
         if not (resume.continued(request).options.resume or options.elastic):
             prepare.prepare_job(request, world_size=world)
-        context.store(STARTUP)
-        ready = json.loads(context.store().get("hocket/prepared"))
+        ready = json.loads(await_key(context.store(STARTUP), "hocket/prepared"))
         if "finished" in ready:
             leave_together(context)
             return Summary(run=request.run or Path())

@@ -8,6 +8,7 @@ from hocket.launch.joined import (
     main_address,
     run_joined,
 )
+from hocket.launch.joined_store import await_key
 from hocket.launch.launcher import Launcher, Terminated
 from hocket.launch.orphan import end_with_launcher
 
@@ -15,6 +16,7 @@ __all__ = [
     "Launcher",
     "RankContext",
     "Terminated",
+    "await_key",
     "end_with_launcher",
     "joined_context",
     "leave_unused",

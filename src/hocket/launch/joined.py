@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import datetime
 import gc
 import logging
 import math
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.launch import gpus
 from hocket.launch.context import RankContext
+from hocket.launch.joined_store import JOINING, World, open_store
 from hocket.launch.launcher import raising_on_sigterm
 from hocket.launch.lost import lost_ranks, peer_text, publish_process
 from hocket.launch.orphan import end_with_launcher
@@ -32,19 +31,6 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclasses.dataclass(frozen=True)
-class _World:
-    rank: int
-    world_size: int
-    local_rank: int
-    one_machine: bool
-    attempt: int
-    address: str
-    port: int
-    agent_store: bool  # the launcher serves the store itself; rank 0 must not
-    counts_apart: bool = False  # each host counts attempts by itself
 
 
 def joined_context(environment: Mapping[str, str] | None = None) -> RankContext | None:
@@ -79,17 +65,17 @@ def joined_context(environment: Mapping[str, str] | None = None) -> RankContext 
         watched=False,
         address=world.address,
         _send=lambda message: None,
-        _open_store=lambda timeout: _open(world, timeout),
+        _open_store=lambda timeout: open_store(world, timeout),
         _agree=(lambda store: _agreed(store, world)) if world.counts_apart else None,
         _opened=_watched if world.world_size > 1 else None,
     )
 
 
-def _read(environment: Mapping[str, str]) -> _World | None:
+def _read(environment: Mapping[str, str]) -> World | None:
     if all(environment.get(name) for name in _NEEDED):
         world_size = int(environment["WORLD_SIZE"])
         local_size = int(environment.get("LOCAL_WORLD_SIZE", 1 if world_size == 1 else 0))
-        return _World(
+        return World(
             rank=int(environment["RANK"]),
             world_size=world_size,
             local_rank=int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", 0))),
@@ -106,7 +92,7 @@ def _read(environment: Mapping[str, str]) -> _World | None:
         if world_size == 1:  # an interactive shell of one task is no world to join
             return None
         job = int(environment.get("SLURM_JOB_ID", 0)) * 64 + int(environment["SLURM_STEP_ID"])
-        return _World(
+        return World(
             rank=int(environment["SLURM_PROCID"]),
             world_size=world_size,
             local_rank=int(environment.get("SLURM_LOCALID", 0)),
@@ -137,25 +123,11 @@ def first_host(nodelist: str) -> str:
     return stem + number + rest
 
 
-def _open(world: _World, timeout: float) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(
-        world.address,
-        world.port,
-        world.world_size,
-        world.rank == 0 and not world.agent_store,
-        timeout=datetime.timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
 _AGREED: list[int] = []
 """The attempt that this process belongs to, once it is known."""
 
 
-def _agreed(store: Store, world: _World) -> int:
+def _agreed(store: Store, world: World) -> int:
     """The number of this attempt, the same on all ranks.
 
     torchrun's own count is one of each host: a host that starts its ranks again only because those
@@ -179,11 +151,13 @@ def _agreed(store: Store, world: _World) -> int:
                 store.set(f"hocket/asked/{store.add('hocket/asked', 1)}", name)
                 _AGREED.append(int(store.get(f"hocket/attempt of/{name}")))
             except RuntimeError as error:
+                seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
+                why = "rank 0 or who served it has ended"
                 if not lost_peer(error):
-                    raise
+                    why = f"rank 0 has not opened it in {seconds:g} s: stopped, or not started"
                 raise RankFailure(
                     f"rank {world.rank} of {world.world_size} lost the store at {world.address}, "
-                    f"port {world.port}, before the run began: rank 0 or who served it has ended",
+                    f"port {world.port}, before the run began: {why}",
                     hint="rank 0, or its launcher, prints the cause",
                 ) from None
     return _AGREED[0]
@@ -413,8 +387,6 @@ SILENT = 10.0
 in C keeps the interpreter's lock for as long."""
 PREPARING = 60.0
 """The same for rank 0 while it reads the data, in which a call in C may take long."""
-JOINING = 60.0
-"""Seconds after rank 0 has begun its part in which the others must open the store."""
 _LEFT = 1 << 40
 """Added to the key of a rank that is done."""
 

@@ -27,7 +27,7 @@ def joined_rank(context: RankContext, payload: dict[str, Any]) -> None:
     rank 0 publishes."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    from hocket.launch import main_address
+    from hocket.launch import await_key, main_address
     from hocket.models.source import fetch_again
     from hocket.ranks.serving import PRELOAD
     from hocket.ranks.serving import main as serve
@@ -46,7 +46,7 @@ def joined_rank(context: RankContext, payload: dict[str, Any]) -> None:
         if not text:
             raise SystemExit(1)  # the front has ended, and said why
         store.set("serving/payloads", text)
-    published = json.loads(store.get("serving/payloads"))
+    published = json.loads(await_key(store, "serving/payloads"))
     size, each = published["size"], published["payloads"]
     # A launcher signals all its processes: the front lets requests end, and then stops the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -337,7 +337,9 @@ class _Watched:
             self.disk_was_full(text, now)
         elif "; the run was asked to stop: " in text:
             for fault in self._of(*ENDING)[:1]:
-                self.detected(fault, now, f"rank {fault.rank} " in text)
+                ranks = [int(number) for number in re.findall(r"\brank (\d+)\b", text)]
+                rank = fault.rank if fault.rank in ranks else next(iter(ranks), None)
+                self.detected(fault, now, _names(fault, {"cause": text, "rank": rank}))
         elif " is slow: " in text:
             for fault in self._of("slow")[:1]:
                 self.detected(fault, now, f"rank {fault.rank} is slow" in text)
