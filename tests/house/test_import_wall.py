@@ -71,7 +71,7 @@ OUTSIDE: dict[str, set[str]] = {
         "torch", "numpy", "transformers", "tokenizers",
         "starlette", "uvicorn", "httptools", "pydantic", "pydantic_core", "prometheus_client",
     },
-    "rehearsal": {"torch", "transformers"},
+    "rehearsal": {"torch", "transformers", "triton"},
     "ranks": {"torch"},
     "jobs": set(),
     "doctor": {"torch", "numpy", "pynvml"},

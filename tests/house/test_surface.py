@@ -56,7 +56,7 @@ FLAGS = {
     },
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
-        "grad_dtype", "dropout", "attention", "context_parallel", "expert_dispatch",
+        "grad_dtype", "dropout", "attention", "compile", "context_parallel", "expert_dispatch",
         "bucket_mb", "lora_rank",
         "lora_targets", "quantize_base", "optimizer", "kv_cache_dtype", "redundant_experts",
         "quantization",

@@ -281,3 +281,18 @@ def plain_launches(config: dict[str, Any]) -> dict[str, int]:
             optimizer.zero_grad()
         execution.end()
         return dict(execution.launches.kernels)
+
+
+def flex_kernels(*, own: bool = False, **case: Any) -> dict[str, Any]:
+    """`tests.rehearsal.flex_kernels.generated`. `own`: with the tiles that PyTorch chooses."""
+    from unittest import mock
+
+    from hocket.models import flex_attention
+    from tests.rehearsal.flex_kernels import generated
+
+    options = {"BACKEND": "TRITON"} if own else None
+    with mock.patch.object(
+        flex_attention, "kernel_options",
+        (lambda *given: options) if own else flex_attention.kernel_options,
+    ):  # fmt: skip
+        return generated(**case)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.ranks
 KEYS = {
     "eager", "lazy", "peak_bytes", "predicted_peak_bytes", "host_reads", "process_groups",
     "collectives", "launches_per_step", "ranks", "peak_bytes_by_owner", "host_read_places",
-    "attention_calls",
+    "attention_calls", "generated",
 }  # fmt: skip
 LAYOUT = "dp2.pp2.tp2:microbatches=4"
 

@@ -43,6 +43,7 @@ class RehearseFlags:
         grad_dtype: type in which gradients are accumulated and reduced. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
         attention: attention implementation. One of: sdpa, eager.
+        compile: compile every layer (torch.compile) for that GPU, and run what it generates.
         context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
@@ -82,6 +83,7 @@ class RehearseFlags:
     grad_dtype: str = "fp32"
     dropout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     attention: str = "sdpa"
+    compile: bool = False
     context_parallel: str = "auto"
     expert_dispatch: str = "auto"
     bucket_mb: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
@@ -102,8 +104,9 @@ class RehearseFlags:
 
 
 PASSED = (
-    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "context_parallel", "expert_dispatch",
-    "bucket_mb", "lora_rank", "lora_targets", "quantize_base", "optimizer", "trust_remote_code",
+    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "compile", "context_parallel",
+    "expert_dispatch", "bucket_mb", "lora_rank", "lora_targets", "quantize_base", "optimizer",
+    "trust_remote_code",
 )  # fmt: skip
 """Flags that are options of a training job."""
 

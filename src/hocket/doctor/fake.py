@@ -7,6 +7,7 @@ shapes, dtypes and devices. A training check executes a step of the real program
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,8 +54,9 @@ def fake_step(
     from hocket.rehearsal.training import Rehearsal
 
     dtype = dtype or ("bf16" if model else "fp32")
-    for name in ("compile", "least"):
-        options.pop(name, None)
+    options.pop("least", None)
+    if importlib.util.find_spec("triton") is None:
+        options.pop("compile", None)
     config = FAMILIES[family] if family else catalogue(model, 2) if model else BASE
     job = spec(
         config, layout=f"dp1:{fields}" if fields else "dp1", dtype=dtype, seq_len=16,
@@ -258,6 +260,7 @@ def _outcome(place: Place, ranks: list[Any]) -> CheckOutcome:
         if found.error:
             lines = found.error.strip().splitlines()
             place.failures.append(f"rank {found.rank}: {lines[-1]}")
+        place.failures += found.generated.get("faults", [])
     reads = {f"{read['what']} at {read['where']}" for found in ranks for read in found.host_reads}
     return place.outcome(
         ranks_executed=len(ranks),

@@ -24,20 +24,13 @@ from hocket.doctor.model import WIDE, TrainedModel, batches, spec
 from hocket.doctor.multi_gpu import model_of
 from hocket.doctor.place import Place, catalogue_name
 from hocket.doctor.world import ranks, tell
+from hocket.spec.attention_kernel import OPERATIONS
 
 if TYPE_CHECKING:
     from hocket.jobs.rehearse import Rehearsed
     from hocket.launch import RankContext
     from hocket.spec.run import RunSpec
 
-OPERATIONS = {
-    "_scaled_dot_product_cudnn_attention": "flash",  # a rehearsal has flash attention stand for it
-    "_scaled_dot_product_flash_attention": "flash",
-    "_scaled_dot_product_efficient_attention": "efficient",
-    "_scaled_dot_product_attention_math": "math",
-    "_flash_attention_forward": "flash-varlen",
-}
-"""Operations of attention in torch's profiler, to the kernel that a rehearsal names."""
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
 
 _row = row_of("hocket.doctor.rehearsed", timeout=120.0)

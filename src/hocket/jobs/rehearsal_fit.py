@@ -27,11 +27,15 @@ def require_fit(found: Rehearsed) -> None:
     Raises:
         ScheduleError: ranks wait for ever under the rule that hocket's groups obey, or call a
             collective differently.
+        OptionError: a kernel that torch.compile generates cannot run on the GPU.
         LayoutError: the peak rank's tensors do not fit its GPU.
     """
     reason = unfinished(found)
     if reason is not None:
         raise ScheduleError(reason, hint="--schedule gpipe, or fewer --microbatches")
+    faults = found.report.generated.get("faults")
+    if faults:
+        raise OptionError("; ".join(faults), hint="leave --compile out")
     reason = _why_unfit(found)
     if reason is not None:
         other = _nearest_fit(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.rehearsal import NOT_SEEN, OWNERS
+from hocket.spec.rehearsal import NOT_COMPILED, NOT_SEEN, OWNERS
 from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ MOST_ROWS = 16
 
 def rehearsal_report(found: Rehearsed) -> str:
     """The report as `hocket rehearse` prints it."""
+    unseen = NOT_SEEN if found.report.generated else (*NOT_SEEN, NOT_COMPILED)
     parts = [
         _title(found),
         _verdict(found),
@@ -24,8 +25,9 @@ def rehearsal_report(found: Rehearsed) -> str:
         _groups(found),
         _host_reads(found),
         _launches(found),
+        _generated(found),
         _schedule(found),
-        "Not seen: " + "; ".join(NOT_SEEN) + ".",
+        "Not seen: " + "; ".join(unseen) + ".",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -153,6 +155,18 @@ def _launches(found: Rehearsed) -> str:
     chosen = ", ".join(f"{kernel} {count:,}" for kernel, count in launches["attention"].items())
     return f"Kernels launched per step and rank: {count}" + (
         f"; attention calls of the job: {chosen}" if chosen else ""
+    )
+
+
+def _generated(found: Rehearsed) -> str:
+    of = found.report.generated
+    if not of:
+        return ""
+    major, minor = found.job.device.capability
+    return (
+        f"Generated for sm_{major}{minor}: {of['kernels']:,} kernels, {of['launches']:,} of the "
+        f"launches, at most {of['shared_bytes']:,} bytes of shared memory; graphs: {of['graphs']}, "
+        f"graph breaks: {of['graph_breaks']}"
     )
 
 

@@ -395,7 +395,16 @@ def _report(
             "kernels": [kernels[first] for first in stands_for.values()],
             "attention": attention,
         },
+        generated=_generated(executed.values()),
     )
+
+
+def _generated(executed: Iterable[RankRehearsal]) -> dict[str, Any]:
+    compiled = [rank.generated for rank in executed if rank.generated]
+    if not compiled:
+        return {}
+    most = max(compiled, key=lambda found: found["launches"])
+    return {**most, "faults": sorted({fault for found in compiled for fault in found["faults"]})}
 
 
 def _host_reads(executed: Iterable[RankRehearsal]) -> list[dict[str, Any]]:

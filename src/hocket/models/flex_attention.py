@@ -31,15 +31,39 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hocket.spec.attention_kernel import shared_memory_limit
+
 BLOCK = 128
 """Queries and keys of a block, the default of flex attention."""
 
 _TRITON = {"BACKEND": "TRITON"}
 """Not CuTe's kernels, whose backward has no gradient of the log-sum-exp, nor those of decoding."""
 
-_SMALL_TILES = {**_TRITON, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
-"""Of float32 heads that PyTorch has no tuned tiles for (2.13: all but 64, 128, 256): its default of
-64 x 64 in 3 stages does not fit into shared memory. These take 96 KiB at head size 256."""
+_SMALL_TILES = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
+"""Of float32: 96 KiB of shared memory at head size 256."""
+
+_SMALL_HALF_TILES = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "bwd_num_stages": 1,
+    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
+}  # fmt: skip
+"""Of 16 bits: 68 KiB at head size 256."""
+
+
+def kernel_options(
+    dtype: torch.dtype, sizes: tuple[int, int], capability: tuple[int, int]
+) -> dict[str, Any]:
+    """Tiles of a kernel for head sizes of keys and values: PyTorch's own (2.13) where they fit into
+    the shared memory of the GPU, which they are not chosen by.
+
+    `python -m tests.rehearsal.flex_kernels` compiles all of them without a GPU."""
+    small = shared_memory_limit(capability) < shared_memory_limit((8, 0))
+    size, widest = sizes[0], max(sizes)
+    if dtype == torch.float32:
+        fits = size == 64 if small else size in (64, 128, 256)
+        return _TRITON if fits else {**_TRITON, **_SMALL_TILES}
+    tuned = small or capability >= (9, 0) or size in (192, 256)
+    fits = widest <= 128 or (tuned and not small)
+    return _TRITON if fits else {**_TRITON, **_SMALL_HALF_TILES}
 
 
 def lowest_keys(cu_seqlens: Tensor, *, window: int, rows: int, length: int) -> Tensor:
@@ -102,8 +126,9 @@ def flex_attend(  # noqa: PLR0917
     """
     bend = None if softcap is None else _bent(softcap)
     grouped = key.shape[1] != query.shape[1]
-    tuned = query.dtype != torch.float32 or query.shape[-1] in (64, 128, 256)
-    options: Any = _TRITON if tuned else _SMALL_TILES
+    sizes = query.shape[-1], value.shape[-1]
+    capability = torch.cuda.get_device_capability() if query.is_cuda else (8, 0)
+    options: Any = kernel_options(query.dtype, sizes, capability)
     if sinks is None:
         out: Any = flex_attention(
             query, key, value, bend, mask, scale, grouped, kernel_options=options
@@ -128,6 +153,5 @@ def _bent(softcap: float) -> Callable[..., Tensor]:
 @functools.cache
 def compiled_flex_attend() -> Callable[..., Tensor]:
     """`flex_attend`, compiled. A graph break or too many shapes is an error: what would run
-    instead is
-    the unfused implementation, with its matrix of S x S."""
+    instead is the unfused implementation, with its matrix of S x S."""
     return torch.compile(flex_attend, dynamic=False, fullgraph=True)

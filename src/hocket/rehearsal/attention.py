@@ -3,7 +3,7 @@
 torch chooses in C++ by asking the device, which is not there; the rules are those of
 `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`. Where cuDNN's kernel is preferred (compute
 capability 9.0 and 10.0), flash attention stands for it: it saves the same tensors. So it does for
-the kernels that flex attention generates, which nothing here compiles.
+the kernels that flex attention generates, unless layers are compiled (`rehearsal.generated`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from hocket.models import attention
 from hocket.runtime.context_parallel import attend as context_attention
 from hocket.runtime.context_parallel import ring
+from hocket.spec.attention_kernel import OPERATIONS
 
 _ops: Any = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -33,13 +34,16 @@ class AttentionCounter:
     Args:
         capability: compute capability of the GPU.
 
+        generated: the kernels of flex attention are generated, and nothing stands for them.
+
     Attributes:
         chosen: kernel (`flash`, `flash-varlen`, `flex`, `efficient`, `math`; over context ranks
             also `tiles`) to its calls; of a ring each part is one.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], *, generated: bool = False) -> None:
         self.capability = capability
+        self.generated = generated
         self.chosen: Counter[str] = Counter()
 
     @contextmanager
@@ -71,20 +75,20 @@ class AttentionCounter:
                     enable_gqa=enable_gqa,
                 )
             kernel = self.kernel(query, key, value, attn_mask)
-            self.chosen[kernel] += 1
+            self.count(kernel)
             call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale)
             return call.run(kernel)
 
         given = attention._varlen
 
         def varlen(*arguments: Any) -> Tensor:
-            self.chosen["flash-varlen"] += 1
+            self.count("flash-varlen")
             return given(*arguments)
 
         def part(*given: Any) -> tuple[Tensor, Tensor]:
             query, key, value, scores, mask, _ = given
             fused = mask is None and context_attention._kernel(query, key, value, scores)
-            self.chosen["flash" if fused else "tiles"] += 1
+            self.count("flash" if fused else "tiles")
             return context_attention.attend_part(*given)
 
         functional.scaled_dot_product_attention = attend
@@ -92,18 +96,35 @@ class AttentionCounter:
             with (
                 mock.patch.object(ring, "attend_part", part),
                 mock.patch.object(attention, "_varlen", varlen),
-                mock.patch.object(attention, "_flex", self._flex),
+                nullcontext()
+                if self.generated
+                else mock.patch.object(attention, "_flex", self._flex),
             ):
                 yield
         finally:
             functional.scaled_dot_product_attention = before
+
+    def count(self, kernel: str) -> None:
+        """One call. Those inside a graph are counted when the graph runs."""
+        if not torch.compiler.is_compiling():
+            self.chosen[kernel] += 1
+
+    def of_graphs(self, launches: Counter[str]) -> dict[str, int]:
+        """The calls of a step whose layers were compiled, by what ran."""
+        found = Counter({"tiles": self.chosen["tiles"]})  # which no graph holds
+        for name, number in launches.items():
+            if name in OPERATIONS or name == "_varlen_attn":
+                found[OPERATIONS.get(name, "flash-varlen")] += number
+            elif "flex_attention" in name and "triton_tem" in name and "backward" not in name:
+                found["flex"] += number
+        return dict(+found)
 
     def _flex(  # noqa: PLR0917
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None,
         softcap: float | None, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """What stands for a generated kernel: it saves query, key, value, output and lse."""
-        self.chosen["flex"] += 1
+        self.count("flex")
         equal = query.shape[-1] == value.shape[-1]  # groups of heads are read in place
         call = _Call(query, key, value, None, 0.0, True, scale)
         out, lse = call.outputs("flash" if equal else "efficient")[:2]

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hocket.spec.attention_kernel import shared_memory_limit
 from hocket.spec.errors import OptionError
 from hocket.spec.rehearsal import RehearsedDevice
 
@@ -50,6 +51,9 @@ def load_fake_device() -> None:
         return
     assert "torch" not in sys.modules, "torch asks for its CUDA hooks once, when it is imported"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is present is not touched
+    # `rehearsal.generated` compiles in this process, for a GPU that no cache shall know.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     torch_folder = _torch_folder()
     path = compiled_device(torch_folder)
     # torch's own first: it loads its dependencies (on CUDA builds NVIDIA's libraries) by path.
@@ -146,6 +150,20 @@ def _name_kernels() -> None:
 _KEPT: list[Any] = []
 
 
+def properties_of(gpu: RehearsedDevice) -> SimpleNamespace:
+    """What `torch.cuda.get_device_properties` says of a GPU (CUDA C++ Programming Guide, table of
+    compute capabilities)."""
+    major, minor = gpu.capability
+    shared = shared_memory_limit(gpu.capability)
+    return SimpleNamespace(
+        name=gpu.name, major=major, minor=minor, total_memory=gpu.memory, gcnArchName="",
+        multi_processor_count=gpu.sms or 100, warp_size=32, is_integrated=False,
+        L2_cache_size=gpu.l2, regs_per_multiprocessor=65536, max_threads_per_block=1024,
+        max_threads_per_multi_processor=1536 if shared < shared_memory_limit((8, 0)) else 2048,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=shared,
+    )  # fmt: skip
+
+
 class _Stream:
     """A stream on which everything is done at once."""
 
@@ -234,12 +252,7 @@ class FakeGpu:
         import torch
 
         gpu = self.device
-        major, minor = gpu.capability
-        properties = SimpleNamespace(
-            name=gpu.name, major=major, minor=minor, total_memory=gpu.memory,
-            multi_processor_count=gpu.sms, warp_size=32, is_integrated=False,
-            L2_cache_size=gpu.l2,
-        )  # fmt: skip
+        properties = properties_of(gpu)
 
         def on_wait(name: str) -> None:
             self.on_wait(name)

@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hocket.rehearsal.attention import AttentionCounter
 from hocket.rehearsal.device import FakeGpu
+from hocket.rehearsal.generated import GeneratedKernels, generating
+from hocket.rehearsal.graph_collectives import GraphCollectives
 from hocket.rehearsal.launches import Launches, StepObserver
 from hocket.rehearsal.memory import LiveMemory
 from hocket.rehearsal.process_group import Group, RehearsedWorld, rehearsed_world
@@ -52,20 +54,24 @@ class Execution:
 
     Attributes:
         world: what it enqueues. memory: what it allocates. launches: kernels and host reads.
-        attention: kernels that attention chose. gpu: the fake GPU.
+        attention: kernels that attention chose. gpu: the fake GPU. generated: what torch.compile
+            generates; None: nothing is compiled.
     """
 
     def __init__(
-        self, world: RehearsedWorld, memory: LiveMemory, launches: Launches, gpu: FakeGpu
-    ) -> None:
+        self, world: RehearsedWorld, memory: LiveMemory, launches: Launches, gpu: FakeGpu,
+        generated: GeneratedKernels | None = None,
+    ) -> None:  # fmt: skip
         self.world, self.memory, self.launches, self.gpu = world, memory, launches, gpu
-        self.attention = AttentionCounter(gpu.device.capability)
+        self.generated = generated
+        self.in_graphs = GraphCollectives()
+        self.attention = AttentionCounter(gpu.device.capability, generated=generated is not None)
 
     @contextmanager
     def fake(self) -> Iterator[None]:
         """Within, tensors are fake and what operations do is counted."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        observer = StepObserver(self.memory, self.launches, ShapeCache(mode))
+        observer = StepObserver(self.memory, self.launches, ShapeCache(mode), self.in_graphs)
         with mode, observer, self.attention.installed():
             yield
 
@@ -78,6 +84,10 @@ class Execution:
         self.attention.chosen.clear()
         self.launches.kernels.clear()
         self.launches.host_reads.clear()
+        self.in_graphs.clear()
+        self.in_graphs.recorder = recorder
+        if self.generated is not None:
+            self.generated.launches.clear()
         self.memory.restart_peak()
         self.launches.counting = True
 
@@ -99,16 +109,29 @@ class Execution:
         }
         found.axes = _axes(mesh)
         found.calls = world.num_calls
+        self.in_graphs.count(found.axes)
         found.collectives = recorder.collectives()
         found.host_reads = launches.reads()
         found.launches = dict(launches.kernels)
         found.attention = dict(self.attention.chosen)
+        if self.generated is not None:
+            found.attention = self.attention.of_graphs(launches.kernels)
+            found.generated = self.generated.figures()
         found.actions = list(recorder.actions)
 
 
 @contextmanager
-def executing(device: RehearsedDevice, rank: int, world_size: int) -> Iterator[Execution]:
-    """Within, this process is one rank on a machine of such GPUs, in a world that only records."""
+def executing(
+    device: RehearsedDevice, rank: int, world_size: int, *, compiles: bool = False
+) -> Iterator[Execution]:
+    """Within, this process is one rank on a machine of such GPUs, in a world that only records.
+
+    Args:
+        compiles: what `torch.compile` is given is compiled for them.
+
+    Raises:
+        OptionError: as `rehearsal.generated.generating`.
+    """
     memory, launches = LiveMemory(), Launches()
     gpu = FakeGpu(device, launches.wait, memory.now)
     with ExitStack() as stack:
@@ -116,7 +139,8 @@ def executing(device: RehearsedDevice, rank: int, world_size: int) -> Iterator[E
         stack.enter_context(gpu.installed())
         stack.enter_context(_real_branches())
         world = stack.enter_context(rehearsed_world(rank, world_size, memory.communicated))
-        yield Execution(world, memory, launches, gpu)
+        generated = generating(device, launches.generated) if compiles else nullcontext()
+        yield Execution(world, memory, launches, gpu, stack.enter_context(generated))
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hocket.rehearsal.graph_collectives import GraphCollectives
 from hocket.rehearsal.memory import LiveMemory
 from hocket.rehearsal.shape_cache import ShapeCache
 from hocket.runtime.triton.grouped_gemm import torch_has_kernel
@@ -66,6 +67,11 @@ class Launches:
             for (what, place), count in self.host_reads.items()
         ]
 
+    def generated(self, name: str) -> None:
+        """A kernel that torch.compile generated ran on the device."""
+        if self.counting:
+            self.kernels[name] += 1
+
     def launched(self, func: Any) -> None:
         """An operation ran on the device."""
         if not self.counting:
@@ -99,12 +105,21 @@ def _short(file: str) -> str:
 class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active inside a FakeTensorMode: counts memory and launches, and answers host reads."""
 
-    def __init__(self, memory: LiveMemory, launches: Launches, shapes: ShapeCache) -> None:
+    def __init__(
+        self, memory: LiveMemory, launches: Launches, shapes: ShapeCache,
+        collectives: GraphCollectives,
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
+        self.collectives = collectives
         self.launches = launches
         self.shapes = shapes
         self._composites: dict[Any, bool] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """That code is compiled within: what is compiled is not observed, what it runs is."""
+        return True
 
     def _composite(self, func: Any) -> bool:
         """Whether an operation is composed of others, which are what launches and reads. Autograd
@@ -139,6 +154,9 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 out = self.shapes.call(func, args, kwargs)
         else:
             out = self.shapes.call(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            self.collectives.ran(func, args, kwargs, out)
+            return out
         memory = self.memory
         if func is _RESIZE:
             memory.resized(args[0])

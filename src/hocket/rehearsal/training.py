@@ -4,7 +4,7 @@
     .rank(r)       mesh, parallelize, ZeRO, pipeline, clip, optimizer, reading: one step of rank r
 
 What differs from `training.build` and `training.loop`: parameters get no values, no file is read,
-nothing is compiled, and inputs are fake.
+and inputs are fake.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.training.build import (
     build_optimizer,
+    compile_blocks,
     dtype_of,
     group_experts,
     keep_gradients,
@@ -109,7 +110,8 @@ class Rehearsal:
             code_values(MEAN), code_values(SQUARE)
         begin = time.perf_counter()
         found = RankRehearsal(rank=rank)
-        with executing(self.device, rank, self.spec.layout.world_size) as execution:
+        world_size, compiles = self.spec.layout.world_size, self.spec.options.compile
+        with executing(self.device, rank, world_size, compiles=compiles) as execution:
             try:
                 self._execute(found, execution, steps)
             except HocketError:
@@ -175,6 +177,9 @@ class Rehearsal:
         parallel.finish()
         if self.spec.layout.offloads("activations"):
             offloaded_to_host(parallel)
+        if self.spec.options.compile:
+            for stage in parallel.stages:
+                compile_blocks(stage.module, self.plan)
         parallel.train()
         optimizer = build_optimizer(parallel, self.spec.options)
         optimizer.state_tensors()

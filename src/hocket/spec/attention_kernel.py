@@ -23,11 +23,30 @@ from __future__ import annotations
 
 import dataclasses
 
+OPERATIONS = {
+    "_scaled_dot_product_cudnn_attention": "flash",  # a rehearsal has flash attention stand for it
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_attention_math": "math",
+    "_flash_attention_forward": "flash-varlen",
+}
+"""aten operations of attention, to the kernel that a rehearsal names."""
+
 LARGEST_FLASH_HEAD = 256
 FLEX_HEADS = (16, 256)
 """Head sizes that flex attention takes: Triton multiplies no less, and its tiles of more do not fit
 into shared memory."""
 HALF = ("float16", "bfloat16")
+
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Compute capability to the shared memory that a program may use, in bytes (CUDA C++ Programming
+Guide, table of compute capabilities: 163, 99, 99, 227, 227 and 99 KiB)."""
+
+
+def shared_memory_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a program may use: of the last one in the table before it."""
+    known = [arch for arch in SHARED_MEMORY if arch <= 10 * capability[0] + capability[1]]
+    return SHARED_MEMORY[max(known, default=80)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

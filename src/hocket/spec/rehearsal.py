@@ -20,10 +20,12 @@ NOT_SEEN = (
     "the time of any kernel",
     "fragmentation of the caching allocator, the CUDA context and cuBLAS workspaces",
     "NCCL's own buffers",
-    "what torch.compile generates (layers run eagerly)",
     "DeepEP's kernels and buffer (tokens are dispatched directly)",
 )
 """What a rehearsal does not see."""
+
+NOT_COMPILED = "what torch.compile generates (layers run eagerly)"
+"""The same of a rehearsal without `--compile`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,9 @@ class RankRehearsal:
         collectives: rows of name, axis, phase, count, bytes.
         host_reads: rows of what, where, count.
         launches: aten operations that launch a kernel, to their number. attention: kernel to calls.
+        generated: what torch.compile generated: `kernels`, `graphs` and `graph_breaks` (numbers),
+            `launches` of a step, `shared_bytes` (of shared memory, at most), and `faults`: kernels
+            that cannot run; empty where nothing was compiled.
         actions: the schedule's actions in the order of their execution.
         dtypes: operation and dtype of the collectives, for messages.
         seconds: that the execution took.
@@ -84,6 +89,7 @@ class RankRehearsal:
     host_reads: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     launches: dict[str, int] = dataclasses.field(default_factory=dict)
     attention: dict[str, int] = dataclasses.field(default_factory=dict)
+    generated: dict[str, Any] = dataclasses.field(default_factory=dict)
     actions: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     error: str = ""
@@ -113,6 +119,7 @@ class RehearsalReport:
         collectives: rows of name, axis, phase, count and bytes over the executed ranks, with
             expected_count, expected_bytes and equal.
         launches_per_step: `kernels`: of each rank, and `attention`: kernel to its calls in the job.
+        generated: as of the executed rank with most launches, and the `faults` of all.
     """
 
     eager: dict[str, Any]
@@ -123,6 +130,7 @@ class RehearsalReport:
     process_groups: dict[str, Any]
     collectives: list[dict[str, Any]]
     launches_per_step: dict[str, Any]
+    generated: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """One JSON object on one line: a number for each key, and the rows it comes from.

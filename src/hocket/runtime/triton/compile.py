@@ -30,10 +30,9 @@ import torch
 
 from hocket.runtime.triton import grouped_gemm, quantize_rows
 from hocket.runtime.triton.paged_attention import AttentionTile, launch_of, padded
+from hocket.spec.attention_kernel import SHARED_MEMORY
 
-SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Compute capability to the shared memory a program may use, in bytes (CUDA C++ Programming Guide,
-table of compute capabilities: 163, 99, 227, 227 and 99 KiB)."""
+SHARED_LIMIT = {arch: limit for arch, limit in SHARED_MEMORY.items() if arch != 86}  # as 89
 
 FIRST_WITH_8_BITS = 89
 """The first with instructions of 8-bit floats; kernels without them are compiled for 80 instead."""
