@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from hocket.jobs import lock, prepare
 from hocket.jobs.export import export_run
 from hocket.jobs.request import request
 from hocket.spec.errors import RunFolderError
+from tests.support.runs import job
 
 HOLD = (
     "import sys, time; from pathlib import Path; from hocket.jobs.lock import locked\n"
@@ -71,7 +75,6 @@ def test_a_server_and_an_export_during_a_run_are_locked_too(
     other: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     from types import SimpleNamespace
-    from typing import Any
 
     from hocket.jobs.serving.start import server_folder
 
@@ -106,6 +109,169 @@ def me(**changes: object) -> lock.LockOwner:
 def write(folder: Path, owner: lock.LockOwner) -> None:
     folder.mkdir(exist_ok=True)
     (folder / lock.NAME).write_text(json.dumps(dataclasses.asdict(owner)))
+
+
+ELSEWHERE = """
+import os, sys, time
+from pathlib import Path
+from hocket.jobs import lock
+lock.RENEWED, lock.socket.gethostname = 0.05, lambda: "gpu-7"
+folder = Path(sys.argv[1])
+with lock.locked(folder, "train"):
+    print("has it", flush=True)
+    while True:
+        if sys.argv[2]:  # this host's clock is wrong, and with it the times of the file
+            for file in folder.glob(".lock*"):
+                os.utime(file, (float(sys.argv[2]),) * 2)
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process on another host, as far as its lock shows, that writes the folder `run`."""
+    skewed = str(getattr(request, "param", ""))
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "run"), skewed]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "has it\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "RENEWED", 0.5)
+    monkeypatch.setattr(lock, "SILENT", 2.0)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("elsewhere", ["", "1", "4000000000"], indirect=True)
+def test_the_lock_of_another_host_is_taken_over_once_its_owner_is_silent(
+    elsewhere: subprocess.Popen[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a pod that was replaced. The hosts' clocks do not count."""
+    folder = tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="gives signs of life"):
+            lock.reject_locked(folder)
+        with pytest.raises(RunFolderError, match=f"{elsewhere.pid} on host gpu-7"):
+            lock.locked(folder, "train").__enter__()
+    elsewhere.kill()
+    elsewhere.wait()
+    lock.reject_locked(folder)
+    with lock.locked(folder, "train"):
+        assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
+    assert "waiting 2 s for a sign of life" in capfd.readouterr().err
+    assert not list(folder.glob(".lock*"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_that_was_frozen_ends_and_its_successor_waits_for_that(
+    elsewhere: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    elsewhere.send_signal(signal.SIGSTOP)
+    with lock.locked(folder, "train"):
+        text = (folder / lock.NAME).read_bytes()
+        elsewhere.send_signal(signal.SIGCONT)
+        assert elsewhere.wait(60) == 1
+        assert elsewhere.stderr is not None
+        ends = elsewhere.stderr.read()
+        assert f"which process {os.getpid()} on host {socket.gethostname()} writes now" in ends
+        assert (folder / lock.NAME).read_bytes() == text
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_that_comes_back_while_it_is_followed_keeps_its_lock(
+    elsewhere: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, still, looks = tmp_path / "run", lock._still, []
+
+    def thaws(*given: object) -> bool:
+        if not looks:
+            owner = lock.LockOwner.read(folder / lock.NAME)
+            assert owner is not None
+            count = (alive := folder / f"{lock.NAME}.{owner.token}.alive").read_text()
+            elsewhere.send_signal(signal.SIGCONT)
+            while alive.read_text() in ("", count):
+                time.sleep(0.01)
+        looks.append(given)
+        return still(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lock, "_still", thaws)
+    elsewhere.send_signal(signal.SIGSTOP)
+    with pytest.raises(RunFolderError, match=f"{elsewhere.pid} on host gpu-7"):
+        lock.locked(folder, "train").__enter__()
+    assert looks
+    assert elsewhere.poll() is None
+    assert json.loads((folder / lock.NAME).read_text())["pid"] == elsewhere.pid
+    assert not list(folder.glob("*.next"))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_file_system_that_does_not_answer_is_no_silence_of_the_owner(
+    elsewhere: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    count, begin = lock._count, time.monotonic()
+
+    def outage(*given: object) -> str:
+        if how == "hangs" and 0.5 < time.monotonic() - begin < 3.0:
+            time.sleep(3.0)
+            elsewhere.send_signal(signal.SIGCONT)  # it waited for the same server
+        if how == "fails" and 0.5 < time.monotonic() - begin < 5.0:
+            raise OSError(errno.ESTALE, "stale file handle")
+        if how == "fails" and time.monotonic() - begin >= 5.0:
+            elsewhere.send_signal(signal.SIGCONT)
+        return count(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lock, "_count", outage)
+    elsewhere.send_signal(signal.SIGSTOP)
+    with pytest.raises(RunFolderError, match="gives signs of life"):
+        lock.reject_locked(tmp_path / "run")
+
+
+def test_a_lock_that_was_removed_by_hand_is_made_again_by_a_living_owner(
+    elsewhere: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run" / lock.NAME
+    text = file.read_bytes()
+    file.unlink()
+    while not file.exists():
+        assert elsewhere.poll() is None
+        time.sleep(0.01)
+    assert file.read_bytes() == text
+
+
+@pytest.mark.train
+@pytest.mark.ranks
+@pytest.mark.usefixtures("runs")
+def test_a_rank_saves_nothing_once_another_process_has_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the moment in which a frozen process runs again, before it has seen the lock."""
+    monkeypatch.setattr(lock, "RENEWED", 1000.0)
+    file, own, saved, failed = tmp_path / "run" / lock.NAME, b"", [], []
+
+    def hear(event: dict[str, Any]) -> None:
+        nonlocal own
+        if event["event"] == "step" and not own:
+            own = file.read_bytes()
+            write(file.parent, me(host="gpu-8"))
+        elif event["event"] == "note" and "was not saved" in event["text"]:
+            failed.append(event["text"])
+            file.write_bytes(own)
+        elif event["event"] == "saved":
+            saved.append(event["step"])
+
+    job(tmp_path, "run", "dp1", heard=hear, steps=120, save_every=30)
+    assert saved[-1] == 120
+    assert failed
+    assert all(f"another process writes {file.parent} now" in text for text in failed)
+    assert not [step for step in saved if any(f"step {step} " in text for text in failed)]
 
 
 def test_a_process_that_has_got_the_pid_since_is_another_one(tmp_path: Path) -> None:
@@ -159,11 +325,15 @@ def test_what_was_made_for_a_lock_goes_with_it(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_of_many_that_find_a_dead_owner_one_follows_it(tmp_path: Path) -> None:
+def test_of_many_that_find_a_dead_owner_one_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a first follower has died before it took the name."""
     folder = tmp_path / "run"
+    monkeypatch.setattr(lock, "RENEWED", 0.1)
+    monkeypatch.setattr(lock, "SILENT", 0.5)
     for turn in range(6):
-        dead = me(start=1)
+        dead = me(host="gpu-7", renews=True) if turn > 3 else me(start=1)
         write(folder, dead)
         if turn % 2:
             between = folder / f"{lock.NAME}.{dead.token}.next"

@@ -1,6 +1,7 @@
 """Lock: one writer for each run folder, on network file systems too.
 
     FOLDER/.lock                  JSON: host, pid, when that process started, what it does
+    FOLDER/.lock.TOKEN.alive      a count that the owner TOKEN raises every RENEWED seconds
     FOLDER/.lock.TOKEN.next       the successor of the dead owner TOKEN, for milliseconds
 
 A lock is a complete file that gets its name by `link`, which exactly one of several processes can
@@ -9,6 +10,12 @@ and its start time. Its successor is whoever creates the file that names the dea
 processes that find the same dead owner cannot both follow it, and a successor that dies in between
 is followed in the same way. An owner on another host is dead when its Slurm job is this one, before
 it was queued again: Slurm does so once its processes have ended or its nodes are lost.
+
+Of any other owner elsewhere (a replaced pod, a lost host) only the count is known. It counts as
+dead when the count stays as it is for SILENT seconds, by the clock of the process that waits, in
+which the file system answers. An owner that is no more, or was frozen, ends itself as soon as it
+runs: it reads the lock whenever it raises its count, and its successor writes nothing before an
+owner that runs must have read it.
 """
 
 from __future__ import annotations
@@ -22,14 +29,21 @@ import os
 import secrets
 import shlex
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from hocket.spec.errors import RunFolderError
-from hocket.spec.files import MALFORMED, parse_json, read_text
+from hocket.spec.files import LOCK, MALFORMED, parse_json, read_text
 
-NAME = ".lock"
+NAME = LOCK
 _MOST_BYTES = 4096
+RENEWED = 5.0
+"""Seconds between two signs of life of an owner."""
+SILENT = 60.0
+"""Seconds without a sign of life after which an owner elsewhere counts as dead."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -43,6 +57,7 @@ class LockOwner:
         since: when it took the lock, local time with zone. job: what it does, as `train`.
         token: of this lock alone.
         batch: the Slurm job; empty: none. restarts: times that it was queued again before.
+        renews: it gives signs of life.
     """
 
     host: str
@@ -55,6 +70,7 @@ class LockOwner:
     token: str
     batch: str = ""
     restarts: int = 0
+    renews: bool = False
 
     @classmethod
     def me(cls, job: str) -> LockOwner:
@@ -121,7 +137,7 @@ def reject_locked(folder: Path) -> None:
     """
     file = folder / NAME
     owner = LockOwner.read(file)
-    if owner is not None and not owner.dead and owner.token not in _mine:
+    if owner is not None and owner.token not in _mine and not _ended(file, owner):
         raise _locked(folder, file, owner)
 
 
@@ -143,14 +159,20 @@ def locked(folder: Path, job: str) -> Iterator[None]:
     if owner is not None and owner.token in _mine:
         yield
         return
-    me = LockOwner.me(job)
-    _take(folder, file, me)
-    _mine.add(me.token)
+    me = dataclasses.replace(LockOwner.me(job), renews=True)
+    _alive(file, me).write_text("0")
+    done = threading.Event()
     try:
+        _take(folder, file, me)
+        renewing = threading.Thread(target=_renew, args=(file, me, done), daemon=True, name="lock")
+        renewing.start()
+        _mine.add(me.token)
         yield
     finally:
+        done.set()
         _mine.discard(me.token)
         _release(file, me)
+        _alive(file, me).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             for path in made:
                 path.rmdir()
@@ -183,22 +205,87 @@ def _take(folder: Path, file: Path, me: LockOwner) -> None:
     while True:
         if _create(file, me):
             return
-        owner, chain = LockOwner.read(file), []
-        while owner is not None and owner.dead:
+        owner, chain, gone = LockOwner.read(file), [], []
+        while owner is not None and _ended(file, owner):
             after = file.with_name(f"{NAME}.{owner.token}.next")
             chain.append(after)
+            gone.append(owner)
             if _create(after, me):
-                if _still(file, chain):
+                if _still(file, chain) and all(_ended(file, each) for each in gone):
                     _replace(file, me)
-                    for one in chain:
+                    for one, each in zip(chain, gone, strict=True):
                         one.unlink(missing_ok=True)
+                        _alive(file, each).unlink(missing_ok=True)
+                    if not all(each.dead for each in gone):
+                        time.sleep(2 * RENEWED)  # one that was frozen reads the lock, and ends
                     return
-                after.unlink(missing_ok=True)  # someone was faster, and has tidied up
+                after.unlink(missing_ok=True)  # another was faster and has tidied up, or one lives
                 break
             owner = LockOwner.read(after)
         else:
-            if owner is not None:
+            if owner is not None and (chain or LockOwner.read(file) == owner):
                 raise _locked(folder, file, owner)
+
+
+def _alive(file: Path, owner: LockOwner) -> Path:
+    return file.with_name(f"{NAME}.{owner.token}.alive")
+
+
+def _count(file: Path, owner: LockOwner) -> str:
+    """The sign of life that an owner gave last. NFS asks the server, since the file is opened."""
+    try:
+        return _alive(file, owner).read_text("ascii")
+    except FileNotFoundError:
+        return ""
+
+
+def _renew(file: Path, me: LockOwner, done: threading.Event) -> None:
+    """Give signs of life, and end this process where the lock has become another one's."""
+    count = 0
+    while not done.wait(RENEWED):
+        # A file system that does not answer is tried again.
+        with contextlib.suppress(OSError, RunFolderError):
+            count += 1
+            if (owner := LockOwner.read(file)) is None and not done.is_set():
+                _create(file, me)  # it was removed by hand
+            elif owner is not None and owner.token == me.token:
+                _alive(file, me).write_text(str(count), "ascii")
+            owner = LockOwner.read(file)  # after the sign: who has not seen it has the lock by now
+            if owner is not None and owner.token != me.token:
+                print(
+                    f"process {os.getpid()} ends: it was frozen or cut off from {file.parent}, "
+                    f"which process {owner.pid} on host {owner.host} writes now",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                os._exit(1)
+
+
+_SILENT: dict[str, str] = {}
+"""The last signs of life of owners that gave none for too long, by their tokens."""
+
+
+def _ended(file: Path, owner: LockOwner) -> bool:
+    """Whether an owner is dead, or has given no sign of life for `SILENT` seconds of waiting."""
+    if owner.dead or owner.here or not owner.renews:
+        return owner.dead
+    if owner.token in _SILENT:
+        return _SILENT[owner.token] == _count(file, owner)
+    print(
+        f"{file.parent} was being written by process {owner.pid} on host {owner.host}: waiting "
+        f"{SILENT:g} s for a sign of life",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    first, silent, looked = _count(file, owner), 0.0, time.monotonic()
+    while silent < SILENT:
+        time.sleep(RENEWED / 5)
+        with contextlib.suppress(OSError):
+            if _count(file, owner) != first:
+                return False
+            # Time in which the file system did not answer is not the owner's silence.
+            silent += min(time.monotonic() - looked, RENEWED)
+        looked = time.monotonic()
+    _SILENT[owner.token] = first
+    return True
 
 
 def _still(file: Path, chain: list[Path]) -> bool:
@@ -255,6 +342,11 @@ def _locked(folder: Path, file: Path, owner: LockOwner) -> RunFolderError:
     if owner.here:
         return RunFolderError(
             message, hint=f"wait for it, or end it: kill {owner.pid}; or another folder"
+        )
+    if owner.renews:
+        return RunFolderError(
+            f"{message}; it gives signs of life",
+            hint=f"wait for it, or end it: ssh {owner.host} kill {owner.pid}; or another folder",
         )
     return RunFolderError(
         f"{message}; whether that process lives cannot be seen from here",

@@ -31,6 +31,9 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+LOCK = ".lock"
+"""Name of the file of a run folder that names its one writer (`jobs.lock`)."""
+
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 """What reading a JSON file of another shape than expected can raise."""
 

@@ -7,6 +7,8 @@ it. The last one, and one after which the run stops, are waited for.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -25,6 +27,7 @@ from hocket.runtime.save_job import SaveJob
 from hocket.runtime.state_copies import CopyJob, StateCopies
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import HocketError, ReplicaError, SaveError, TrainingError
+from hocket.spec.files import LOCK
 from hocket.spec.run import RunFolder
 from hocket.spec.units import format_bytes, parse_bytes, parse_duration
 from hocket.training import timeline
@@ -69,6 +72,7 @@ class Saves:
         self._saver: BackgroundSaver | None = None
         self.copies: StateCopies | None = None
         self._copier: BackgroundSaver | None = None
+        self._lock = self._lock_text()
 
     @property
     def in_background(self) -> bool:
@@ -222,6 +226,14 @@ class Saves:
         self._faults.at("save")
         # Below a mount that is gone, a save would make another folder, on another file system.
         self.folder.spec_file.stat()
+        if self._lock_text() != self._lock:  # this process was frozen, and has a successor
+            raise OSError(errno.ESTALE, f"another process writes {self.folder.path} now")
+
+    def _lock_text(self) -> bytes:
+        """The lock of the run folder; empty: it has none."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder.path / LOCK).read_bytes()
+        return b""
 
     def poll(self) -> None:
         """Report the saves and copies that have ended."""
