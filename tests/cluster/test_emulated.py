@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,15 +225,21 @@ def slurm_serves(cluster: Cluster) -> None:
 
 
 def _torchrun(
-    cluster: Cluster, stack: contextlib.ExitStack, run: Path, *words: str, memory: bool = False
+    cluster: Cluster,
+    stack: contextlib.ExitStack,
+    run: Path,
+    *words: str,
+    memory: bool = False,
+    there: Sequence[int] = (0, 1),
 ) -> list[Any]:
-    """An agent of torchrun on each host, that starts again what fails.
+    """An agent of torchrun on each host that is `there`, that starts again what fails.
 
     `memory`: each host has a folder of its own for copies of states.
     """
-    one = cluster.hosts[0]
+    one = cluster.hosts[there[0]]
     arguments = [
-        *("torchrun", "--nnodes", "2", "--nproc-per-node", "1", *words),
+        *("torchrun", "--nnodes", "1:2" if "--elastic" in cluster.more else "2"),
+        *("--nproc-per-node", "1", *words),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{one.address}:29411"),
         *("--rdzv-id", "7", "-m", "--", "hocket", "train", "tiny-llama", "--data", "text.txt"),
         *("--seq-len", "16", "--global-batch", "2", "--device", "cpu", "--cluster", "none"),
@@ -241,8 +247,10 @@ def _torchrun(
         *([] if "--save-every" in cluster.more else ["--save-every", "20"]),
     ]
     agents = []
-    for index, host in enumerate(cluster.hosts):
-        own = ["--rdzv-conf", f"is_host={int(not index)}", "--local-addr", host.address]
+    for index in there:
+        host = cluster.hosts[index]
+        meeting = f"is_host={int(index == there[0])},last_call_timeout=1"
+        own = ["--rdzv-conf", meeting, "--local-addr", host.address]
         variables = {"GLOO_SOCKET_IFNAME": host.interface}
         if memory:
             copies = cluster.folder / f"memory-{index}"
@@ -259,14 +267,18 @@ def _torchrun(
     return agents
 
 
+def processes(host: Host) -> list[int]:
+    """Those in a host's namespace."""
+    words = ["ip", "netns", "pids", host.namespace]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    return [int(pid) for pid in found]
+
+
 def ranks_of(host: Host) -> list[int]:
     """Processes of hocket ranks in a host's namespace."""
-    found = subprocess.run(
-        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
-    ).stdout.split()
     return [
-        int(pid)
-        for pid in found
+        pid
+        for pid in processes(host)
         if b"torch.distributed.run" not in (words := Path(f"/proc/{pid}/cmdline").read_bytes())
         and b"hocket\x00train" in words
     ]
@@ -363,6 +375,28 @@ def a_cut_link_is_found_on_both_sides(cluster: Cluster) -> None:
     _found_within(cluster, cut, [lost, "rank 1 ends: the store on rank 0's host"])
 
 
+def a_lost_host_of_rank_0_leaves_nothing_behind(cluster: Cluster) -> None:
+    """Nor a run that cannot go on: `--elastic` continues it on the other host alone."""
+    run, other = cluster.folder / "run", cluster.hosts[1]
+    cluster.more = ["--steps", "100000", "--elastic"]
+    saved = run / "checkpoints"
+    with contextlib.ExitStack() as stack:
+        agents = _torchrun(cluster, stack, run, "--max-restarts", "3")
+        cluster.until(lambda: any(saved.glob("step-*")), agents[0])
+        for pid in processes(cluster.hosts[0]):
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        while processes(other):
+            assert time.monotonic() - began < 15, cluster.output
+            time.sleep(0.1)
+        assert "rank 1 of 2 lost its connection to rank 0" in cluster.output
+        taken = len(losses(run))
+        (agent,) = _torchrun(cluster, stack, run, "--max-restarts", "3", there=[1])
+        cluster.until(lambda: len(losses(run)) > taken + 3, agent)
+    assert f"resumed from {saved}/step-" in cluster.output
+    assert len(losses(run)) > taken
+
+
 def _of_page(cluster: Cluster, stack: contextlib.ExitStack, page: str, *own: str) -> list[Any]:
     """What a page shows for two hosts, on both: with the addresses, the interface and the sizes of
     these, and `own` in place of the words after the verb."""
@@ -446,6 +480,7 @@ CASES = [
     a_lost_host_costs_steps_alone,
     a_frozen_rank_is_found,
     a_cut_link_is_found_on_both_sides,
+    a_lost_host_of_rank_0_leaves_nothing_behind,
 ]
 
 
