@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -323,6 +324,25 @@ def test_what_was_made_for_a_lock_goes_with_it(tmp_path: Path) -> None:
     with lock.locked(tmp_path / "runs" / "one", "train"):
         pass
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_sign_of_life_at_the_end_of_a_lock_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path_of, gives = lock._of, threading.Event()
+    monkeypatch.setattr(lock, "RENEWED", 0.5)
+
+    def slow(*given: Any) -> Path:
+        if threading.current_thread().name == "lock":
+            gives.set()
+            time.sleep(0.3)
+        return path_of(*given)
+
+    monkeypatch.setattr(lock, "_of", slow)
+    with lock.locked(tmp_path, "train"):
+        assert gives.wait(60)
+    time.sleep(0.4)
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_many_that_find_a_dead_owner_one_follows_it(

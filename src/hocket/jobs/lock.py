@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import itertools
 import json
 import os
 import secrets
@@ -160,20 +161,22 @@ def locked(folder: Path, job: str) -> Iterator[None]:
         yield
         return
     me = dataclasses.replace(LockOwner.me(job), renews=True)
-    _alive(file, me).write_text("0")
+    _of(me, "alive", file).write_text("0")
     done = threading.Event()
+    renewing = threading.Thread(target=_renew, args=(file, me, done), daemon=True, name="lock")
     try:
         _take(folder, file, me)
-        renewing = threading.Thread(target=_renew, args=(file, me, done), daemon=True, name="lock")
         renewing.start()
         _mine.add(me.token)
         yield
     finally:
         done.set()
+        if renewing.is_alive():
+            renewing.join(RENEWED)  # it may be writing
         _mine.discard(me.token)
         _release(file, me)
-        _alive(file, me).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
+            _of(me, "alive", file).unlink(missing_ok=True)
             for path in made:
                 path.rmdir()
 
@@ -205,17 +208,15 @@ def _take(folder: Path, file: Path, me: LockOwner) -> None:
     while True:
         if _create(file, me):
             return
-        owner, chain, gone = LockOwner.read(file), [], []
+        owner, gone = LockOwner.read(file), []
         while owner is not None and _ended(file, owner):
-            after = file.with_name(f"{NAME}.{owner.token}.next")
-            chain.append(after)
             gone.append(owner)
+            after = _of(owner, "next", file)
             if _create(after, me):
-                if _still(file, chain) and all(_ended(file, each) for each in gone):
+                if _still(file, gone[0]) and all(_ended(file, each) for each in gone):
                     _replace(file, me)
-                    for one, each in zip(chain, gone, strict=True):
-                        one.unlink(missing_ok=True)
-                        _alive(file, each).unlink(missing_ok=True)
+                    for each, kind in itertools.product(gone, ("next", "alive")):
+                        _of(each, kind, file).unlink(missing_ok=True)
                     if not all(each.dead for each in gone):
                         time.sleep(2 * RENEWED)  # one that was frozen reads the lock, and ends
                     return
@@ -223,18 +224,18 @@ def _take(folder: Path, file: Path, me: LockOwner) -> None:
                 break
             owner = LockOwner.read(after)
         else:
-            if owner is not None and (chain or LockOwner.read(file) == owner):
+            if owner is not None and (gone or LockOwner.read(file) == owner):
                 raise _locked(folder, file, owner)
 
 
-def _alive(file: Path, owner: LockOwner) -> Path:
-    return file.with_name(f"{NAME}.{owner.token}.alive")
+def _of(owner: LockOwner, kind: str, file: Path) -> Path:
+    return file.with_name(f"{NAME}.{owner.token}.{kind}")
 
 
 def _count(file: Path, owner: LockOwner) -> str:
     """The sign of life that an owner gave last. NFS asks the server, since the file is opened."""
     try:
-        return _alive(file, owner).read_text("ascii")
+        return _of(owner, "alive", file).read_text("ascii")
     except FileNotFoundError:
         return ""
 
@@ -249,7 +250,7 @@ def _renew(file: Path, me: LockOwner, done: threading.Event) -> None:
             if (owner := LockOwner.read(file)) is None and not done.is_set():
                 _create(file, me)  # it was removed by hand
             elif owner is not None and owner.token == me.token:
-                _alive(file, me).write_text(str(count), "ascii")
+                _of(me, "alive", file).write_text(str(count), "ascii")
             owner = LockOwner.read(file)  # after the sign: who has not seen it has the lock by now
             if owner is not None and owner.token != me.token:
                 print(
@@ -288,10 +289,9 @@ def _ended(file: Path, owner: LockOwner) -> bool:
     return True
 
 
-def _still(file: Path, chain: list[Path]) -> bool:
-    """Whether the lock is of the first dead owner of a chain, as when it was read."""
-    owner = LockOwner.read(file)
-    return owner is not None and chain[0].name == f"{NAME}.{owner.token}.next"
+def _still(file: Path, first: LockOwner) -> bool:
+    """Whether the lock is of the owner that it was of when it was read."""
+    return LockOwner.read(file) == first
 
 
 def _create(file: Path, owner: LockOwner) -> bool:
@@ -322,7 +322,7 @@ def _replace(file: Path, owner: LockOwner) -> None:
 
 
 def _aside(file: Path, owner: LockOwner) -> Path:
-    aside = file.with_name(f"{NAME}.{owner.token}.new")
+    aside = _of(owner, "new", file)
     aside.write_text(json.dumps(dataclasses.asdict(owner)))
     return aside
 
