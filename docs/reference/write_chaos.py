@@ -1,4 +1,4 @@
-"""Write the last three tables of chaos.md from chaos*.jsonl, the `--json` of one `hocket chaos` a
+"""Write the last four tables of chaos.md from chaos*.jsonl, the `--json` of one `hocket chaos` a
 line.
 
 .venv/bin/python docs/reference/write_chaos.py
@@ -15,7 +15,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER / "chaos.md"
-TABLES = tuple(FOLDER / f"chaos{name}.jsonl" for name in ("", "-rerun", "-spare"))
+TABLES = tuple(FOLDER / f"chaos{name}.jsonl" for name in ("", "-rerun", "-spare", "-takeover"))
 END = "<!-- end -->\n"
 
 
