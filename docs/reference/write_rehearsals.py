@@ -54,6 +54,10 @@ H100 by the code that trains. No GPU has executed any of them yet. A job is *ok*
   over ranks once a forward of a layer, for the sizes of uneven all-to-alls;
 - predicted peak memory is within {MEMORY:.0%} of the rehearsed peak, on every rank.
 
+With `compile` both predictions are those of uncompiled layers, and upper limits: Inductor keeps
+fewer activations, and with sequence parallelism gathers some inputs once instead of twice. Every
+kernel that is generated must fit the GPU.
+
 All options are in bf16 unless they name another dtype. Ranks that are equal share one execution.
 """
 

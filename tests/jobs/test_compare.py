@@ -108,6 +108,10 @@ def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
     config = {**source.config, "layer_types": ["full_attention", "sliding_attention"]}
     changed = source_with_layers(dataclasses.replace(source, config=config), 3).config
     assert changed["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
+    config = {**source.config, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+    assert len(config["mlp_layer_types"]) == config["num_hidden_layers"]
+    changed = source_with_layers(dataclasses.replace(source, config=config), 6).config
+    assert changed["mlp_layer_types"] == ["dense", *["sparse"] * 3, "dense", "sparse"]
     with pytest.raises(ModelError, match="does not specify its number of layers"):
         source_with_layers(dataclasses.replace(source, config={"model_type": "qwen3"}), 2)
 

@@ -22,7 +22,7 @@ SIZES = (
     (16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (96, 64), (96, 96), (128, 128), (160, 160),
     (192, 128), (192, 192), (224, 224), (256, 256),
 )  # fmt: skip
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32")
 LENGTH = 300
 """Tokens: no multiple of a block."""
 BEGIN, END = "<!-- flex kernels -->", "<!-- end of flex kernels -->"

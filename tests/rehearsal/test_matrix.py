@@ -108,7 +108,7 @@ def _found(layout: str = "dp2", **changes: Any) -> Any:
     )
     report = {
         "host_reads": [], "collectives": [], "peak_bytes": [{"total": 100}],
-        "predicted_peak_bytes": [104], **changes,
+        "predicted_peak_bytes": [104], "generated": {}, **changes,
     }  # fmt: skip
     spec = SimpleNamespace(layout=Layout.parse(layout))
     return SimpleNamespace(
@@ -119,6 +119,7 @@ def _found(layout: str = "dp2", **changes: Any) -> Any:
     )
 
 
+COMPILED = {"launches": 1, "faults": []}
 READ = {"what": "item", "where": "hocket/runtime/clip.py:1", "count": 1}
 ROW = {
     "name": "all-reduce", "axis": "dp", "phase": "step", "count": 1, "bytes": 4,
@@ -135,6 +136,15 @@ ROW = {
         ({"host_reads": [READ], "layout": "dp2:offload=optimizer"}, OK, ""),
         ({"host_reads": [READ, READ], "layout": "dp2:offload=optimizer"}, DIFFERENT, "item"),
         ({"collectives": [ROW]}, DIFFERENT, "1 of 4 bytes, expected 2 of 8"),
+        # Of compiled layers, which keep and gather less, predictions are upper limits.
+        ({"generated": COMPILED, "predicted_peak_bytes": [130], "collectives": [ROW]}, OK, ""),
+        ({"generated": COMPILED, "predicted_peak_bytes": [94]}, DIFFERENT, "memory: predicted -6."),
+        ({"generated": {"faults": ["too large"]}}, DIFFERENT, "too large"),
+        (
+            {"generated": COMPILED, "collectives": [{**ROW, "bytes": 9}]},
+            DIFFERENT,
+            "1 of 9 bytes, expected 2 of 8",
+        ),
     ],
 )
 def test_a_difference_is_named_with_its_numbers(

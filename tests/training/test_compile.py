@@ -84,3 +84,27 @@ def test_collectives_are_inside_one_graph_a_layer(ranks, slices: bool, expected:
     assert compiled == pytest.approx(plain, abs=1e-5)
     assert {*inside} == expected
     assert graphs == 1  # compiled once: both layers are equal, and nothing breaks their graph
+
+
+def test_more_layers_than_torch_compiles_by_default() -> None:
+    """Each layer of DiffLlama has a number of its own: torch would stop at 8 graphs, and run the
+    other layers uncompiled without an error."""
+    import torch
+
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build_skeleton
+    from hocket.training.build import compile_blocks
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 10}
+    module = build_skeleton({"model_type": "diffllama", **sizes, **heads}, device="cpu")
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compile_blocks(module, plan_for(module), backend)
+    module(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    assert graphs == 10

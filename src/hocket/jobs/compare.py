@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 CHECKED = 2
 """Steps that are held against one process."""
 
-_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MICROBATCHES = 4
 """Of the pipelines, where none are asked for."""
-_PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -424,17 +422,9 @@ def source_with_layers(source: ModelSource, layers: int) -> ModelSource:
     Raises:
         ModelError: its configuration does not say how many it has.
     """
-    config = dict(source.config)
-    name = next((name for name in _DEPTH if name in config), None)
-    if name is None:
-        raise ModelError(
-            f"the configuration of {source.name} does not specify its number of layers"
-        )
-    config[name] = layers
-    for key in _PER_LAYER:
-        if isinstance(config.get(key), list) and config[key]:
-            kinds = config[key]
-            config[key] = [kinds[i % len(kinds)] for i in range(layers)]
+    from hocket.models.depth import config_with_layers
+
+    config = config_with_layers(source.name, source.config, layers)
     return dataclasses.replace(source, config=config, weights=None)
 
 

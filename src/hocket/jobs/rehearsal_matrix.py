@@ -195,7 +195,8 @@ def judged(found: Rehearsed) -> tuple[str, str]:
         if verdict.mismatches
     ]
     report = found.report
-    layout = found.job.spec.layout
+    layout, compiled = found.job.spec.layout, bool(report.generated)
+    reasons += report.generated.get("faults", [])
     allowed = max((count for kind, count in HOST_STEPS.items() if layout.offloads(kind)), default=0)
     if layout.ep > 1:  # of every forward of a layer, on the stage with all of them
         forwards = (layout.microbatches or 1) * (2 if layout.recompute == "full" else 1)
@@ -209,11 +210,11 @@ def judged(found: Rehearsed) -> tuple[str, str]:
         f"collectives: {row['name']} over {row['axis']} once a {row['phase']}: {row['count']} of "
         f"{row['bytes']} bytes, expected {row['expected_count']} of {row['expected_bytes']}"
         for row in report.collectives
-        if row["equal"] is False
+        if row["equal"] is False and not (compiled and row["bytes"] <= row["expected_bytes"])
     ]
     reasons += [f"{kind}: nothing predicted: {why}" for kind, why in found.reasons.items()]
     error = memory_error(found)
-    if error is not None and abs(error) > MEMORY:
+    if error is not None and (-error if compiled else abs(error)) > MEMORY:
         reasons.append(f"memory: predicted {error:+.1%} of the rehearsed peak")
     if reasons:
         return DIFFERENT, "; ".join(reasons)
@@ -221,14 +222,18 @@ def judged(found: Rehearsed) -> tuple[str, str]:
 
 
 def memory_error(found: Rehearsed) -> float | None:
-    """Predicted / rehearsed - 1 of the rank where that is furthest from 0; None: no prediction."""
+    """Predicted / rehearsed - 1 of the rank where that is furthest from 0, or of compiled layers,
+    for which the prediction is an upper limit, least; None: no prediction."""
     report = found.report
     errors: list[float] = [
         predicted / row["total"] - 1
         for predicted, row in zip(report.predicted_peak_bytes, report.peak_bytes, strict=True)
         if predicted is not None
     ]
-    return round(max((abs(error), error) for error in errors)[1], 4) if errors else None
+    if not errors:
+        return None
+    furthest = min(errors) if report.generated else max((abs(e), e) for e in errors)[1]
+    return round(furthest, 4)
 
 
 def _last_line(text: str) -> str:

@@ -95,6 +95,7 @@ def prepare_rehearsal(
     """
     from hocket.jobs.prepare import scheduled
     from hocket.jobs.validate import validate_layout
+    from hocket.models.depth import config_with_layers
     from hocket.models.source import resolve_model
 
     device = device_of(gpu)
@@ -110,7 +111,7 @@ def prepare_rehearsal(
     )
     config = dict(config or source.config)
     if layers is not None:
-        config = config_with_layers(config, layers)
+        config = config_with_layers(source.name, config, layers)
     dimensions = dataclasses.replace(source, config=config).dimensions
     layout, workload = request.layout, request.workload
     if rows is not None:
@@ -160,20 +161,6 @@ def device_of(name: str) -> RehearsedDevice:
     return RehearsedDevice(
         name=gpu.name, capability=capability, memory=gpu.usable, sms=gpu.sms, l2=gpu.l2
     )
-
-
-def config_with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A configuration with another number of layers. Raises OptionError."""
-    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-    name = next((name for name in names if config.get(name) is not None), names[0])
-    if layers < 1:
-        raise OptionError(f"layers is {layers}; a model has at least 1", hint="--layers 4")
-    changed = {**config, name: layers}
-    for key in ("layer_types", "layers_block_type"):
-        kinds = config.get(key)
-        if isinstance(kinds, list):
-            changed[key] = [kinds[i % len(kinds)] for i in range(layers)]
-    return changed
 
 
 def _require_device(

@@ -55,12 +55,13 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "lora": {"lora_rank": 4},
     "offload=params": {"offload": "params"},
+    "compile": {"compile": True},
 }
 """Option to the fields of a request that it sets; bf16 wherever it names no other dtype. Parameters
 are offloaded under ZeRO-3 alone."""
 
-ONE_EACH = "recompute=norm+activation"
-"""The option that each schedule of a pipeline is under once, next to those that go round."""
+ONE_EACH = ("recompute=norm+activation", "compile")
+"""Options that each schedule of a pipeline is under once, next to those that go round."""
 
 FLAT = (
     "dp2", "dp2:zero=1", "dp2:microbatches=2,zero=2", "dp2:microbatches=2,zero=3", "tp2",
@@ -143,7 +144,10 @@ class MatrixJob:
         """The command line that rehearses this job alone."""
         flags = {**self.request(), "rows": ROWS, "layers": max(LAYERS, self.stages)}
         model = flags.pop("model")
-        words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+        words = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            for name, value in flags.items()
+        ]
         return f"hocket rehearse {model} {' '.join(words)}"
 
 
@@ -154,7 +158,7 @@ def matrix_jobs() -> Iterator[MatrixJob]:
     schedule, and its option is the next one from cell to cell, so that the first model is under
     every schedule with every option, and of the others each under most.
     """
-    options = [name for name in OPTIONS if name not in ("offload=params", ONE_EACH)]
+    options = [name for name in OPTIONS if name not in ("offload=params", *ONE_EACH)]
     for index, model in enumerate(MODELS):
         for layout in flat_layouts(model):
             for option in OPTIONS:
@@ -164,8 +168,9 @@ def matrix_jobs() -> Iterator[MatrixJob]:
             for column, schedule in enumerate(SCHEDULES):
                 option = options[(row + column + index) % len(options)]
                 yield MatrixJob(model=model, layout=layout, schedule=schedule, option=option)
-        for layout, schedule in zip(PIPELINED, SCHEDULES, strict=False):
-            yield MatrixJob(model=model, layout=layout, schedule=schedule, option=ONE_EACH)
+        for option in ONE_EACH:
+            for layout, schedule in zip(PIPELINED, SCHEDULES, strict=False):
+                yield MatrixJob(model=model, layout=layout, schedule=schedule, option=option)
 
 
 CASES = tuple(matrix_jobs())

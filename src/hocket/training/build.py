@@ -342,7 +342,11 @@ def compile_blocks(
         return
     if functional is None:
         functional = any(p.is_cuda for p in module.parameters())
-    for layer in module.get_submodule(plan.stages.layers).children():
+    layers = list(module.get_submodule(plan.stages.layers).children())
+    # Layers that differ have a graph each, with and without gradients. Beyond torch's limit of 8
+    # the others would silently run uncompiled.
+    limit = max(8, 2 * len(layers))
+    for layer in layers:
         if not any(True for _ in layer.parameters()):
             continue  # cut away
         inside = functional and _in_graph(layer)
@@ -362,10 +366,13 @@ def compile_blocks(
                         hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         again = vars(layer).get("forward")
         if isinstance(again, RecomputedLayer | OffloadedLayer):  # which stay outside of any graph
-            again.inner = torch.compile(again.inner, dynamic=False, backend=backend)
+            compiled: Any = torch.compile  # whose overloads lack the limit
+            again.inner = compiled(
+                again.inner, dynamic=False, backend=backend, recompile_limit=limit
+            )
             layer.forward = torch.compiler.disable(again, recursive=False)  # type: ignore[assignment, no-untyped-call]
         else:
-            layer.compile(dynamic=False, backend=backend)
+            layer.compile(dynamic=False, backend=backend, recompile_limit=limit)
 
 
 def _in_graph(layer: nn.Module) -> bool:

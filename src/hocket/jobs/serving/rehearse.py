@@ -186,13 +186,14 @@ def replica_spec(
     Raises:
         HocketError: an unknown model, a layout that cannot be served, a size that cannot be.
     """
-    from hocket.jobs.rehearse import config_with_layers
     from hocket.jobs.serving.request import _sizes, legal_server_layout
+    from hocket.models.depth import config_with_layers
     from hocket.models.source import resolve_model
 
     source = resolve_model(model, trust_remote_code=trust_remote_code, weights=False)
     if layers is not None:
-        source = dataclasses.replace(source, config=config_with_layers(source.config, layers))
+        config = config_with_layers(source.name, source.config, layers)
+        source = dataclasses.replace(source, config=config)
     found = legal_server_layout(source, replica_layout(layout), "cpu")
     options = _sizes(ServeOptions(**sizes), source, "cuda")
     check_copies(options.redundant_experts, found, source.dimensions.num_experts)
