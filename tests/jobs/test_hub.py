@@ -58,6 +58,18 @@ def test_train_resume_push_and_use_by_name(loopback, tmp_path, monkeypatch, caps
         offline(monkeypatch, False)
         assert run.load().model == f"org/tiny@{model.commit}"
 
+        # The same command goes on with it; one that names another revision does not.
+        goes_on = [*command, "--run", str(run.path)]
+        goes_on[goes_on.index("--steps") + 1] = "4"
+        for name in ("org/tiny@main", f"org/tiny@{model.commit[:9]}"):
+            assert main([goes_on[0], name, *goes_on[2:]]) == 0
+        capsys.readouterr()
+        assert main([goes_on[0], f"org/tiny@{'0' * 40}", *goes_on[2:]]) == 2
+        assert "already holds a run of the model" in capsys.readouterr().err
+        goes_on[goes_on.index("--data") + 1] = f"org/set[:40]@{'0' * 40}"
+        assert main(goes_on) == 2
+        assert "already holds a run of the data" in capsys.readouterr().err
+
         assert main([*command, "--run", "early", "--push-to-hub", "me/early"]) == 2
         assert not (tmp_path / "early").exists()  # rejected before the first step
         assert main(["export", str(run.path), "--push-to-hub", "me/tiny"]) == 2
@@ -69,7 +81,7 @@ def test_train_resume_push_and_use_by_name(loopback, tmp_path, monkeypatch, caps
         assert pushed.private
         assert pushed.files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
         text = pushed.files["README.md"].decode()
-        for part in ('base_model: "org/tiny"', 'datasets: ["org/set"]', "| Steps | 3 |", "dp2"):
+        for part in ('base_model: "org/tiny"', 'datasets: ["org/set"]', "| Steps | 4 |", "dp2"):
             assert part in text
         assert str(tmp_path) not in text
 

@@ -167,6 +167,79 @@ def test_an_adapter_is_what_pefts_own_training_makes(
 
 
 @pytest.mark.usefixtures("warm")
+def test_an_adapter_goes_with_the_weights_that_it_was_trained_on(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from hocket.jobs.export import export_run
+    from hocket.jobs.request import request
+    from hocket.jobs.train import train_model
+    from hocket.models.source import resolve_model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mine = shutil.copytree(base, tmp_path / "base")
+    run(mine, tmp_path / "run", steps=2, layout="dp1", save_every=1, lora_rank=2)
+    first = resolve_model(tmp_path / "run").weights
+    weights = load_file(mine / "model.safetensors")
+    changed = {name: value + 0.01 for name, value in weights.items()}
+    save_file(changed, mine / "model.safetensors", metadata={"format": "pt"})
+    resumed = {
+        "model": mine,
+        "run": tmp_path / "run",
+        "resume": True,
+        "cluster": "none",
+        "steps": 3,
+    }
+    for use in (
+        lambda: train_model(request(resumed)),
+        lambda: export_run(tmp_path / "run", tmp_path / "merged", merge=True),
+        lambda: resolve_model(tmp_path / "run"),  # to generate, serve, train, check
+    ):
+        with pytest.raises(HocketError, match="was trained on other weights") as caught:
+            use()
+        assert caught.value.message.count("crc32") == 2
+        assert str(mine) in (caught.value.hint or "")
+    assert len(losses(tmp_path / "run")) == 2
+    # The adapter as peft loads it does not depend on the base; nor does a run of all weights.
+    export_run(tmp_path / "run", tmp_path / "adapter")
+    # Of another adapter, that names no weights, the base is as it is now: nothing is reused.
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt"})
+    assert resolve_model(tmp_path / "adapter").weights != first
+    save_file(weights, mine / "model.safetensors", metadata={"format": "pt"})
+    train_model(request(resumed))
+    assert len(losses(tmp_path / "run")) == 3
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_run_of_all_weights_resumes_without_those_that_it_began_with(
+    base: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from hocket.training.dataset import open_dataset
+    from hocket.training.token_manifest import Tokens
+
+    mine = shutil.copytree(base, tmp_path / "base")
+    run(mine, tmp_path / "one", steps=2, layout="dp1", save_every=1)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    values = load_file(mine / "model.safetensors")
+    run(mine, tmp_path / "one", resume=True, steps=3)
+    save_file({name: value + 1 for name, value in values.items()}, mine / "model.safetensors")
+    run(mine, tmp_path / "two", resume=True, steps=3)
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    # Tokens are counted on from the checkpoint, without padding.
+    data = tmp_path / "one" / "data"
+    dataset = open_dataset(data, "tokens.bin", Tokens.load(data), 64, SIZES["seed"])
+    for name in ("one", "two"):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
+        seen = [row["num_input_tokens_seen"] for row in rows]
+        assert seen == [dataset.tokens_seen(4 * step) for step in (1, 2, 3)]
+        assert seen[-1] < 3 * 4 * 64
+
+
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("options", "kind", "says", "hint"),
     [

@@ -128,7 +128,13 @@ def test_layouts_complete_and_communicate_as_in_theory(
     assert found.report.ends
     assert len(found.executed) == found.job.spec.layout.world_size
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
-    assert "completes" in rehearsal_report(found)
+    printed = rehearsal_report(found)
+    assert "completes" in printed
+    assert "DeepEP" not in printed
+    options = dataclasses.replace(found.job.spec.options, expert_dispatch="deepep")
+    spec = dataclasses.replace(found.job.spec, options=options)
+    found = dataclasses.replace(found, job=dataclasses.replace(found.job, spec=spec))
+    assert "DeepEP's kernels" in rehearsal_report(found)
 
 
 @pytest.mark.parametrize(

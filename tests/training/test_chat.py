@@ -212,6 +212,12 @@ def test_rows_keep_documents_apart(packing, tmp_path) -> None:
                 found.append(bytes(labels[end].tolist()).decode())
     assert sorted(found) == sorted(f"{c[1][1]}<end>\n" for c in chats)
     assert tokens.learned_tokens == sum(map(len, found)) == dataset.learned(np.arange(len(dataset)))
+    assert dataset.tokens_seen(len(dataset)) == tokens.train_tokens  # without padding
+    resumed = open_dataset(tmp_path / "data", "tokens.bin", tokens, 128)
+    resumed.restore(dataset.cursor(4))
+    for samples in (7, 5, 3 * len(dataset) + 1):
+        first = dataset.tokens_seen(samples % len(dataset))
+        assert resumed.tokens_seen(samples) == samples // len(dataset) * tokens.train_tokens + first
     step = BatchOrder(4)
     assert dataset.learned(step.step_indices(2)) == int(
         (dataset.batch(step.indices(2, 0, 0)).labels != IGNORED).sum()

@@ -216,6 +216,58 @@ def test_a_file_is_read_once(tmp_path, monkeypatch, again: str) -> None:
         data_paths.reject_repeated(once, data_paths.find_sources([again]))
 
 
+def encoded(path: Path, encoding: str) -> bytes:
+    if path.suffix == ".jsonl":
+        return "".join(
+            json.dumps({"text": f"é {t}"}, ensure_ascii=False) + "\n" for t in TEXTS
+        ).encode(encoding)
+    return ("text\n" + "\n".join(f"é {t}" for t in TEXTS) + "\n").encode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin1"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
+def test_other_encodings_are_rejected_with_the_command_that_converts_them(
+    suffix: str, encoding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"my data{suffix}"
+    path.write_bytes(encoded(path, encoding))
+    with pytest.raises(DataError, match=r"UTF-?8") as caught:
+        documents(path)
+    command = str(caught.value.hint).partition("  (")[0]
+    assert command.startswith("iconv -f ")
+    subprocess.run(command, shell=True, check=True, timeout=30)  # as it is printed
+    path.write_bytes(encoded(path, "utf-8-sig"))  # which is read as it is
+    assert documents(tmp_path / f"my data.utf8{suffix}") == documents(path)
+
+
+def test_a_record_that_is_not_utf8_is_skipped_only_if_asked(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": "caf\xe9"}\n{"text": "two"}\n')
+    with pytest.raises(DataError, match="line 2, is not UTF-8 text"):
+        documents(path)
+    some = data_sources.CorruptRecords(1)
+    sources = data_paths.find_sources([path]).sources
+    assert list(data_sources.source_documents(sources, "text", some)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
+@pytest.mark.parametrize(
+    ("contents", "name", "hint"),
+    [
+        (gzip.compress(b"text"), "gzip", "mv {file} {file}.gz"),
+        (b"PAR1" + bytes(20), "parquet", "mv {file} {stem}.parquet"),
+        (b"PK\3\4" + bytes(20), "zip", "unzip {file}"),
+        (b"%PDF-1.7\n\xe2\xe3", "PDF", "pdftotext {file} {stem}.txt"),
+    ],
+)
+def test_other_formats_are_rejected_by_name(contents, name, hint, suffix, tmp_path) -> None:
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(contents)
+    with pytest.raises(DataError, match=f"holds {name}") as caught:
+        documents(path)
+    assert hint.format(file=path, stem=tmp_path / "data") in str(caught.value.hint)
+
+
 def test_wrong_column_and_wrong_type_are_refused(tmp_path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -284,6 +336,36 @@ def test_prepared_once_and_again_when_something_changes(tmp_path) -> None:
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [
         "tokenizer.json", "tokenizer_config.json", "tokens.bin", "tokens.json", "valid.bin",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("append", r"one.jsonl had [\d,]+ bytes and has"), ("remove", "No such file"),
+        ("replace", "as before, and was written again"), ("held out", r"other.txt had [\d,]+"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("packing", ["across", "documents"])
+def test_data_that_changes_while_it_is_read_is_rejected(packing, how, says, tmp_path) -> None:
+    path, other = write_lines(tmp_path / "one.jsonl"), tmp_path / "other.txt"
+    other.write_text(" ".join(TEXTS))
+
+    def change(done: int, total: int) -> None:
+        if how == "remove":
+            path.unlink(missing_ok=True)
+        elif how == "replace":
+            new = tmp_path / "new"
+            new.write_text(path.read_text().replace("abc", "xyz"))
+            os.utime(new, ns=(1, 1))
+            new.replace(path)
+        else:
+            with (path if how == "append" else other).open("a") as file:
+                file.write(f'{{"text": "{TEXTS[0]}"}}\n')
+
+    options = {"packing": packing, "progress": change}
+    with pytest.raises(DataError, match=f"was changed while it was read: .*{says}"):
+        prepared(tmp_path, [path], eval_paths=[other], **options)
+    assert not (tmp_path / "data" / "tokens.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,8 @@ def test_rank_0_speaks_for_all(eight) -> None:
     steps = eight.of("step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert all(event["tokens_per_second"] > 0 for event in steps)
+    batch = WORKLOAD.global_batch * WORKLOAD.seq_len
+    assert [event["num_input_tokens_seen"] for event in steps] == [n * batch for n in (1, 2, 3, 4)]
     assert eight.events[-1]["event"] == "done"
 
 

@@ -409,3 +409,36 @@ def test_what_is_no_stream_is_rejected(job: JobRequest, tmp_path: Path) -> None:
         given = {"model": "tiny-llama", "streaming": True, "token_window": "1GB"}
         with pytest.raises(OptionError, match=why):
             request({**given, **values})
+
+
+def test_data_that_changes_while_windows_are_made_is_rejected(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from hocket.spec.run import RunFolder, TrainOptions, Workload
+    from hocket.training import data
+    from hocket.training.tokenizer import byte_tokenizer
+    from hocket.training.windowed import window_maker
+
+    path, folder = tmp_path / "some.jsonl", RunFolder(tmp_path / "run")
+    path.write_text("".join(f'{{"text": "{"abc " * 50}{i}"}}\n' for i in range(200)))
+    sizes = {"seq_len": 16, "global_batch": 4}
+    data.prepare_data(
+        folder.data,
+        byte_tokenizer(),
+        [path],
+        streaming=True,
+        samples=80,
+        token_window=4000,
+        **sizes,
+    )
+    options = TrainOptions(steps=20, streaming=True, token_window="4000B")
+    job = SimpleNamespace(
+        data=(str(path),), eval_data=(), options=options, workload=Workload(**sizes)
+    )
+    maker = window_maker(folder, job)
+    assert maker is not None
+    maker.make(0)
+    with path.open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(DataError, match=r"some.jsonl had [\d,]+ bytes and has"):
+        maker.make(1)

@@ -27,8 +27,9 @@ EVENTS = {
     "progress": "how far long work is: `what`, `done`, `total`, `unit` (bytes)",
     "note": "a line for a person: `text`",
     "step": "one optimizer step: `step`, `steps`, `loss`, `lr`, `grad_norm`, `step_seconds`, "
-    "`tokens_per_second`, `loss_tokens`, `memory_bytes` (per rank), `layout`; where they apply "
-    "`mfu`, `expert_imbalance`",
+    "`tokens_per_second`, `loss_tokens`, `num_input_tokens_seen` (since the run's first step, "
+    "without padding), `memory_bytes` (per rank), `layout`; where they apply `mfu`, "
+    "`expert_imbalance`",
     "eval": "an evaluation: `step`, `loss`, `perplexity`",
     "saved": "a checkpoint: `step`, `path`",
     "copied": "all ranks' states are in memory, by --replicate-state: `step`, `path`",

@@ -162,7 +162,7 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
     """The adapter of a run, or the base with it."""
     from hocket.models import lora
-    from hocket.models.source import fetch_again, resolve_model, run_source
+    from hocket.models.source import fetch_again, require_own_base, resolve_model, run_source
     from hocket.spec import checkpoint
     from hocket.training import adapter, export
 
@@ -186,6 +186,7 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
     if spec.weights is None:
         raise RunFolderError(f"{folder.spec_file} names no weights that its adapter belongs to")
     fetch_again(spec)
+    require_own_base(folder, spec)
     base = resolve_model(
         run_source(spec).weights or spec.weights, trust_remote_code=spec.options.trust_remote_code
     )

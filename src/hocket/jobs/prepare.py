@@ -440,7 +440,11 @@ def job_in_layout(
 
 def write_run(job: PreparedJob, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
     """Write run.json and schedule.txt: from here on the folder holds a run."""
+    from hocket.models.base_weights import base_fingerprint
+
     spec = job_spec(job.source, job.request, job.layout, config, command)
+    if spec.options.lora_rank is not None and job.source.weights is not None:
+        spec = dataclasses.replace(spec, base=base_fingerprint(job.source.weights))
     folder.path.mkdir(parents=True, exist_ok=True)
     write_text(folder.schedule_file, str(job.schedule))
     folder.create(spec)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.rehearsal import NOT_COMPILED, NOT_SEEN, OWNERS
+from hocket.spec.expert_dispatch import DEEPEP
+from hocket.spec.rehearsal import DEEPEP_NOT_SEEN, NOT_COMPILED, NOT_SEEN, OWNERS
 from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ MOST_ROWS = 16
 
 def rehearsal_report(found: Rehearsed) -> str:
     """The report as `hocket rehearse` prints it."""
-    unseen = NOT_SEEN if found.report.generated else (*NOT_SEEN, NOT_COMPILED)
+    unseen = [*NOT_SEEN, *[NOT_COMPILED] * (not found.report.generated)]
+    if found.job.spec.options.expert_dispatch == DEEPEP:
+        unseen.append(DEEPEP_NOT_SEEN)
     parts = [
         _title(found),
         _verdict(found),

@@ -71,6 +71,8 @@ def run_with_restarts(
         DeviceGone: with `--elastic`, one that came back before any step.
         HocketError: what a rank raised that a restart does not mend.
     """
+    from hocket.models.source import require_own_base
+
     most, used, attempt = spec.options.max_restarts, 0, len(record.failures)
     resume, last, saved = spec.options.resume, None, record.saved
     while True:
@@ -135,6 +137,7 @@ def run_with_restarts(
                 }
             )  # fmt: skip
             record.failures.append(str(error))
+        require_own_base(folder, spec)
         attempt += 1
         record.restarting(failed)
 

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,9 @@ CHANGEABLE = frozenset(
 """Options that a run may go on with otherwise: none changes what its steps compute."""
 
 
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resumed:
     """A run that may go on. Nothing is written yet.
@@ -84,18 +88,13 @@ def continued(request: JobRequest) -> JobRequest:
         return request
     if spec.command != "train":
         return request
-    from hocket.training.mixture import unweighted
-
     for name, asked, stored in (
         ("model", (_model(request, folder),), (spec.model,)),
         ("data", _pinned(request.data), spec.data),
         ("eval_data", _pinned(request.eval_data), spec.eval_data),
     ):
-        texts = [
-            tuple((text.partition("@")[0], weight) for text, weight in map(unweighted, each))
-            for each in (asked, stored)
-        ]
-        if asked and asked[0] and texts[0] != texts[1]:
+        same = len(asked) == len(stored) and all(map(_same_source, asked, stored))
+        if asked and asked[0] and not same:
             raise RunFolderError(
                 f"{folder.path} already holds a run of the {name} {', '.join(stored)}, not of "
                 f"{', '.join(asked)}",
@@ -107,6 +106,32 @@ def continued(request: JobRequest) -> JobRequest:
         given = given - {"layout", *LAYOUT_FIELDS}
     options = dataclasses.replace(request.options, resume=True)
     return dataclasses.replace(request, options=options, again=True, auto=False, given=given)
+
+
+def _same_source(asked: str, stored: str) -> bool:
+    """Whether data, or a model, is the stored one, and a repository at the stored commit. `main`,
+    and a branch or tag that this machine has not resolved, count as that commit."""
+    from hocket.models import repo_id
+    from hocket.training import hub_data
+    from hocket.training.mixture import unweighted
+
+    (asked, weight), (stored, stored_weight) = unweighted(asked), unweighted(stored)
+    there, wanted = hub_data.parse_data(stored), hub_data.parse_data(asked)
+    if there is None or wanted is None or there.repo.commit is None:
+        return (asked, weight) == (stored, stored_weight)
+    subset = there.subset if wanted.subset is None else wanted.subset
+    if dataclasses.replace(wanted, repo=there.repo, subset=subset) != there:
+        return False
+    repo, revision = wanted.repo, wanted.repo.revision or "main"
+    if weight != stored_weight or repo.id != there.repo.id:
+        return False
+    commit = "" if revision == "main" or not _COMMIT.fullmatch(revision) else revision
+    if revision != "main":
+        for kind in (repo_id.MODEL, repo_id.DATASET):
+            ref = repo_id.storage(dataclasses.replace(repo, kind=kind)) / "refs" / revision
+            if ref.is_file():
+                commit = ref.read_text().strip()
+    return there.repo.commit.startswith(commit)
 
 
 def _unchanged(request: JobRequest, folder: RunFolder, spec: RunSpec) -> None:
@@ -180,7 +205,7 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
             would change what the run computes.
         HocketError: the layout does not fit, or this machine cannot have what the run asks for.
     """
-    from hocket.models.source import fetch_again, run_source
+    from hocket.models.source import fetch_again, require_own_base, run_source
 
     if request.run is None:
         if "/" in request.model and Path(request.model).parent.is_dir():
@@ -222,6 +247,7 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
         options=options,
     )
     fetch_again(spec)
+    require_own_base(folder, spec)
     unsplit = Layout(microbatches=1)
     job = prepare.PreparedJob(
         request=own, source=run_source(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from hocket.models import quantization
+from hocket.models.base_weights import METADATA, require_base
 from hocket.models.fetched import ADAPTER, ADAPTER_CONFIG
-from hocket.models.weight_headers import INDEX, SINGLE, headers
+from hocket.models.weight_headers import INDEX, SINGLE, headers, printable_key
 from hocket.spec import downloads
-from hocket.spec.errors import ModelError
+from hocket.spec.errors import CheckpointError, ModelError
 from hocket.spec.files import MALFORMED, parse_json, read_text
+from hocket.spec.tensor_file import TensorFile
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _PLAIN = (
@@ -127,7 +129,9 @@ def merged_directory(name: str, found: Adapter, base: Path) -> Path:
             f"{name} holds {ADAPTER_CONFIG} and no {ADAPTER}",
             hint="save the adapter again with peft, which writes safetensors",
         )
-    stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in (file, base)]
+    require_base(f"the adapter {name}", _trained_on(file), base)
+    files = [file, *sorted(path for path in base.iterdir() if path.is_file())]
+    stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     key = hashlib.sha256(repr([stamps, found.scale, found.transposed]).encode()).hexdigest()[:24]
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     to = Path(home).expanduser() / "hocket" / "merged" / key
@@ -159,6 +163,16 @@ def merged_directory(name: str, found: Adapter, base: Path) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return to
+
+
+def _trained_on(file: Path) -> str | None:
+    """The fingerprint of the base that an adapter's file names, if it names one."""
+    try:
+        with TensorFile(file) as opened:
+            recorded = opened.metadata.get(METADATA)
+    except CheckpointError:  # damaged, which the merge reports
+        return None
+    return printable_key(recorded) if isinstance(recorded, str) else None
 
 
 def _copy_rest(folder: Path, base: Path, to: Path) -> None:

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from hocket.models import fetched, hub, merged, quantization, registry, repo_id, text_part
+from hocket.models.base_weights import require_base
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE, has_own_head, headers
 from hocket.spec import checkpoint, run_names
 from hocket.spec.errors import CUTOFF, ModelError, nearest, unknown
 from hocket.spec.files import parse_json
-from hocket.spec.run import RunSpec
+from hocket.spec.run import RunFolder, RunSpec
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _FOREIGN = (
@@ -186,6 +187,13 @@ def _repo_of(spec: RunSpec) -> repo_id.RepoId | None:
     """The repository at a commit that a run's model is, None where it is something else."""
     repo = repo_id.parse_repo(spec.model)
     return repo if repo is not None and repo.commit else None
+
+
+def require_own_base(folder: RunFolder, spec: RunSpec) -> None:
+    """Raise WeightsError where the weights of a run with LoRA are others than it began with."""
+    weights = run_source(spec).weights
+    if weights is not None:
+        require_base(f"the adapter in {folder.path}", spec.base, weights)
 
 
 def run_source(spec: RunSpec) -> ModelSource:

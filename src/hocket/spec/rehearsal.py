@@ -20,9 +20,10 @@ NOT_SEEN = (
     "the time of any kernel",
     "fragmentation of the caching allocator, the CUDA context and cuBLAS workspaces",
     "NCCL's own buffers",
-    "DeepEP's kernels and buffer (tokens are dispatched directly)",
 )
 """What a rehearsal does not see."""
+DEEPEP_NOT_SEEN = "DeepEP's kernels and buffer (tokens are dispatched directly)"
+"""The same of a job with `--expert-dispatch deepep`."""
 
 NOT_COMPILED = "what torch.compile generates (layers run eagerly)"
 """The same of a rehearsal without `--compile`."""

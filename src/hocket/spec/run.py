@@ -231,9 +231,9 @@ class RunSpec:
             of the Hub.
         config: the model's Hugging Face configuration as a dictionary (vocabulary resolved).
         weights: directory that holds safetensors weights; None: random from the seed.
+        base: of a run with LoRA, the fingerprint of `weights` (`models.base_weights`).
         layout, workload, options: what the flags said, resolved.
-        data: the data paths, and data sets of the Hub at their commits.
-        eval_data: those of the held-out text; empty: a fraction of `data`.
+        data, eval_data: paths, and data sets of the Hub at their commits; held out.
         command: `train`, `check`, `generate`, `demo` or `serve`.
         serving: of a server, resolved; None of any other job.
     """
@@ -244,6 +244,7 @@ class RunSpec:
     workload: Workload = dataclasses.field(default_factory=Workload)
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
     weights: str | None = None
+    base: str | None = None
     data: tuple[str, ...] = ()
     eval_data: tuple[str, ...] = ()
     command: str = "train"
@@ -399,8 +400,7 @@ class RunFolder:
         return self.path / "model"
 
     @property
-    def earlier(self) -> Path:
-        """Of a run that has gone on in another layout: a run folder for each one before."""
+    def earlier(self) -> Path:  # a run folder for each layout that the run has left
         return self.path / "earlier"
 
     @property

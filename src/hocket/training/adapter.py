@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket.models.base_weights import METADATA
 from hocket.models.lora import peft_config, saved_name
 from hocket.models.skeleton import build_skeleton
 from hocket.models.source import run_source
@@ -42,7 +43,8 @@ def adapter_of_checkpoint(checkpoint: Path, to: Path, spec: RunSpec) -> Path:
                 for name in names
             ]
             tensors: Any = (whole.tensor(name) for name in names)
-            write_tensors(aside / WEIGHTS, entries, tensors, {"format": "pt"})
+            metadata = {"format": "pt"} | ({METADATA: spec.base} if spec.base else {})
+            write_tensors(aside / WEIGHTS, entries, tensors, metadata)
         source = run_source(spec)
         skeleton = build_skeleton(source.config, code=source.code)
         config = peft_config(skeleton, spec.options, spec.weights)

@@ -100,13 +100,12 @@ def prepare_data(
     each = [data_paths.find_sources([path], streaming=streaming).sources for path in paths]
     sources = [source for some in each for source in some]
     listed = tuple((source.shown, source.kind, source.bytes) for source in sources)
-    stamps = [(*row, source.stamp) for row, source in zip(listed, sources, strict=True)]
     held_out = (
         data_paths.find_sources(eval_paths, streaming=streaming).sources if eval_paths else ()
     )
+    stamps = [source.stamp for source in (*sources, *held_out)]
     held = [*source_kinds(sources, data_format), *source_kinds(held_out, data_format)]
     listed_out = tuple((source.shown, source.kind, source.bytes) for source in held_out)
-    stamps += [(*row, s.stamp) for row, s in zip(listed_out, held_out, strict=True)]
     plain = set(held) <= {TEXT}
     packing = packing or (ACROSS if plain else DOCUMENTS)
     written = [] if templates is None else sorted(templates.texts.items())
@@ -122,7 +121,7 @@ def prepare_data(
         quotas = stream_quotas(samples, seq_len, shares, 0.0 if held_out else eval_fraction)
     key = _hash(
         VERSION,
-        stamps,
+        [*zip((*listed, *listed_out), stamps, strict=True)],
         *([len(held_out)] if held_out else ()),
         text_field,
         eval_fraction,
@@ -210,6 +209,7 @@ def prepare_data(
             sources=listed,
             eval_sources=listed_out,
         )
+        data_paths.reject_changed((*sources, *held_out), stamps)
         tokenizer.save(folder)
         if chat_template is not None:  # the exported model brings what it was trained on
             shutil.copyfile(file_of(str(chat_template)), folder / "chat_template.jinja")

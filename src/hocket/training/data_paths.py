@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,10 +95,15 @@ class Source:
         return self.path.stat().st_size
 
     @property
-    def stamp(self) -> int:
-        """What changes with the contents: the time of change, or of the Hub nothing, as a commit
-        stays as it is."""
-        return 0 if self.label else os.stat(self.path).st_mtime_ns
+    def stamp(self) -> tuple[tuple[str, int, int], ...]:
+        """What changes with the contents: of each file its path, size and time of change; of the
+        Hub nothing, as a commit stays as it is. Raises OSError."""
+        if self.repo is not None or self.label:
+            return ()
+        if self.parts:
+            return tuple(row for part in self.parts for row in part.stamp)
+        files = sorted(self.path.rglob("*.arrow")) if self.path.is_dir() else [self.path]
+        return tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files)
 
     @property
     def shown(self) -> str:
@@ -196,6 +202,35 @@ def find_sources(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = F
     return Selection(tuple(sources), tuple(notices))
 
 
+def reject_changed(sources: Sequence[Source], stamps: Sequence[object]) -> None:
+    """Raise DataError where files are not what they were when their stamps were taken."""
+    for source, before in zip(sources, stamps, strict=True):
+        try:
+            now: object = source.stamp
+        except OSError as error:
+            now = error.strerror
+        if now != before:
+            raise DataError(
+                f"data {source.path} was changed while it was read: {_difference(before, now)}",
+                hint=f"cp -r {shlex.quote(str(source.path))} COPY, and --data COPY; or wait until "
+                "its writer is done",
+            )
+
+
+def _difference(before: Any, now: Any) -> str:
+    """The first file that differs between two stamps, and how."""
+    if isinstance(now, str):
+        return now
+    for path, _, _ in sorted(set(now) ^ set(before)):
+        there = next((row[1] for row in now if row[0] == path), None)
+        was = next((row[1] for row in before if row[0] == path), None)
+        if there is None or was is None:
+            return f"{path} was {'removed' if there is None else 'added'}"
+        if there != was:
+            return f"{path} had {was:,} bytes and has {there:,}"
+    return f"{path} has as many bytes as before, and was written again"
+
+
 def reject_repeated(data: Selection, held_out: Selection | None = None) -> None:
     """Raise DataError for a file that is read twice: what is held out of it would be trained on.
 
@@ -241,7 +276,8 @@ def expanded_paths(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     found: list[str] = []
     for path in paths:
         given = os.fspath(path)
-        base, *_ = hub_data.selected(given)
+        data = None if "://" in given else hub_data.parse_data(given)
+        base = hub_data.selected(given)[0] if data is None else ""
         if not any(sign in base for sign in "*?[") or Path(given).exists() or "://" in given:
             found.append(given)
             continue

@@ -8,6 +8,7 @@ Never imports torch; pyarrow is loaded only for what it reads: CSV, parquet, Arr
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import gzip
 import io
@@ -21,6 +22,7 @@ from typing import IO, Any
 from hocket.spec.errors import DataError, nearest
 from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_paths import Source, compression, suffix_of
+from hocket.training.file_contents import encoding_hint, not_utf8, other_contents
 from hocket.training.hub_data import TRAIN
 
 _PIECE = 1 << 20
@@ -186,10 +188,7 @@ def _text(source: Source) -> Iterator[str]:
     except UnicodeDecodeError as error:
         if not source.named:
             return
-        raise DataError(
-            f"data {source.path} is not UTF-8 text: {error.reason} at byte {error.start}",
-            hint=f"iconv -f latin1 -t utf-8 {source.path} > text.txt",
-        ) from None
+        raise other_contents(source.path, raw) or not_utf8(source.path, "", error) from None
     if text.strip():
         yield text
 
@@ -210,18 +209,21 @@ def _json_records(
             for passed in range(0, byte, _PIECE):
                 file.read(min(_PIECE, byte - passed))
         begun = byte > 0
+        if not begun and (other := other_contents(source.path, file.peek())):
+            raise other
         for line in file:
             # As in a text file, a carriage return alone ends a line too.
             for each in line.splitlines(keepends=True) if b"\r" in line else (line,):
-                text = each.decode("utf-8" if byte else "utf-8-sig", "replace")
-                if not begun and text.lstrip().startswith("["):
-                    rest = line[line.index(each) :] + file.read()
-                    yield from _array(source, rest.decode("utf-8-sig", "replace"), start.number)
+                if not begun and each.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                    yield from _array(source, line[line.index(each) :] + file.read(), start.number)
                     return
-                if text.strip():
+                if each.strip():
                     begun = True
                     try:
+                        text = each.decode("utf-8" if byte else "utf-8-sig")
                         yield json.loads(text), number, byte
+                    except UnicodeDecodeError as error:
+                        corrupt.skip(not_utf8(source.path, f", line {number},", error))
                     except (ValueError, RecursionError) as error:
                         corrupt.skip(
                             DataError(
@@ -233,9 +235,11 @@ def _json_records(
                 number, byte = number + 1, byte + len(each)
 
 
-def _array(source: Source, text: str, first: int) -> Iterator[tuple[Any, int, int]]:
+def _array(source: Source, raw: bytes, first: int) -> Iterator[tuple[Any, int, int]]:
     try:
-        records = json.loads(text)
+        records = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise not_utf8(source.path, "", error) from None
     except ValueError as error:
         raise DataError(f"data {source.path} is not JSON: {error}") from None
     for number, record in enumerate(records, 1):
@@ -309,11 +313,18 @@ def _tables(
                     check(reader.schema)
                 yield from batches
     except (pyarrow.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"data {source.path} cannot be read: {error}") from error
+        encoded = source.kind == "csv" and "UTF8" in str(error)
+        raise DataError(
+            f"data {source.path} cannot be read: {error}",
+            hint=encoding_hint(source.path) if encoded else None,
+        ) from error
 
 
 def _csv(source: Source, pyarrow: Any) -> Any:
     """A reader of CSV or TSV whose columns are all strings: none is parsed as numbers or dates."""
+    with _open(source) as file:
+        if other := other_contents(source.path, file.read(4096)):
+            raise other
     tabs = suffix_of(source.path) == ".tsv"
     parse = pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
     with pyarrow.csv.open_csv(_open(source), parse_options=parse) as first:

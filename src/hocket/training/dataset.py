@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from hocket.training.data import check_tokens, num_samples
 from hocket.training.mixture import MixedSource, Mixture
 from hocket.training.mixture import mixture_lines as mixture_text
 from hocket.training.order import permuted
-from hocket.training.packed_files import BEGINS, LEARNED, flags_file
+from hocket.training.packed_files import BEGINS, LEARNED, PADDING, flags_file
 from hocket.training.packing import ACROSS
 from hocket.training.token_manifest import TRAIN, Tokens
 
 POLL = 0.01
 """Seconds between two looks for a window."""
+_COUNTED = 256
+"""Rows whose tokens are counted at once."""
 IGNORED = -100
 """The label of a token that no loss falls on."""
 
@@ -125,6 +127,13 @@ class TokenDataset:
         taken = self.mixture.taken(samples)
         return {"samples": samples, "sources": dict(zip(self._names, taken, strict=True))}
 
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Take from a checkpoint's cursor what would have to be counted again."""
+
+    def tokens_seen(self, samples: int) -> int:
+        """Tokens of the first `samples` global indices, without padding."""
+        return samples * self.seq_len
+
     def rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Tokens [B, S + 1] of the samples at some global indices."""
         starts = self.starts(indices)
@@ -151,9 +160,31 @@ class RowDataset(TokenDataset):
     """Samples of a file of rows, each of whole documents that do not see each other."""
 
     _across = False
+    _seen = (0, 0)
+    """Samples, and the tokens of so many of the first global indices."""
 
     def _count(self, tokens: int) -> int:
         return tokens // self.seq_len
+
+    def cursor(self, samples: int) -> dict[str, Any]:
+        """As of any data set, and the tokens of the samples so far."""
+        return {**super().cursor(samples), "tokens": self.tokens_seen(samples)}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """As of any data set; of earlier versions' checkpoints the tokens are counted again."""
+        if "tokens" in cursor:
+            self._seen = cursor["samples"], cursor["tokens"]
+
+    def tokens_seen(self, samples: int) -> int:
+        """As of any data set; counted from the call before on, by the flags."""
+        assert self._flags is not None, self.path
+        first, count = self._seen if self._seen[0] <= samples else (0, 0)
+        for begin in range(first, samples, _COUNTED):
+            indices = np.arange(begin, min(begin + _COUNTED, samples))
+            flags = self._flags[self.starts(indices)[:, None] + self._within[:-1]]
+            count += flags.size - int(np.count_nonzero(flags & PADDING))
+        self._seen = samples, count
+        return count
 
     def batch(self, indices: npt.ArrayLike) -> Batch:
         """The rows at some global indices; a row's last token has no label."""

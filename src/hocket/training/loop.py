@@ -364,6 +364,9 @@ class Loop:
             "memory_bytes": self.memory_bytes,
             "layout": str(self.spec.layout),
         }
+        if self.leads:
+            samples = reading.step * self.spec.workload.global_batch
+            row["num_input_tokens_seen"] = self.inputs.dataset.tokens_seen(samples)
         if imbalance is not None:
             row["expert_imbalance"] = imbalance
         if self._peak is not None:
@@ -431,6 +434,7 @@ class Loop:
             restored = self.saves.restore()
         if restored is None:
             return
+        self.inputs.dataset.restore(restored.cursor)
         cursor = self.inputs.dataset.cursor(restored.step * self.spec.workload.global_batch)
         assert {**cursor, **restored.cursor} == cursor, (restored.cursor, cursor)
         self.done = self.parallel.step = restored.step

@@ -27,8 +27,8 @@ from hocket.training.order import permuted
 from hocket.training.packing import ACROSS, DOCUMENTS, rows_of
 from hocket.training.token_files import choose_held_out
 
-LEARNED, BEGINS = 1, 2
-"""Bits of a flag: loss falls on the token; a document begins with it."""
+LEARNED, BEGINS, PADDING = 1, 2, 4
+"""Bits of a flag: loss falls on the token; a document begins with it; it fills up a row."""
 
 Dtype = np.dtype[Any]
 
@@ -174,8 +174,9 @@ def arrange(
                 line[at : at + size] = tokens[here]
                 mark[at : at + size] = marks[here]
                 at += size
+            mark[at:] = PADDING
             if at < row and packing == DOCUMENTS:
-                mark[at] = BEGINS
+                mark[at] |= BEGINS
             to.write(line.tobytes())
             chosen_flags.write(mark.tobytes())
             learned += int((mark & LEARNED).sum())

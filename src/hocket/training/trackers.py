@@ -26,7 +26,7 @@ from hocket.spec.run import RunSpec, write_text
 
 SCALARS = (
     "loss", "held_out_loss", "held_out_perplexity", "lr", "grad_norm", "tokens_per_second",
-    "step_seconds", "mfu",
+    "step_seconds", "mfu", "num_input_tokens_seen",
 )  # fmt: skip
 """Keys of a row of metrics that are tracked."""
 

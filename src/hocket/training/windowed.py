@@ -164,6 +164,7 @@ def window_maker(
         return None
     tokenizer = Tokenizer.load(folder.data, trust_remote_code=options.trust_remote_code)
     sources = data_paths.find_sources(job.data, streaming=True).sources
+    stamps = [source.stamp for source in sources]
     listed = tuple((source.shown, source.kind, source.bytes) for source in sources)
     if listed != tokens.sources:
         raise DataError(
@@ -175,9 +176,14 @@ def window_maker(
     done = next((int(p.name.split("-")[1]) for p in resumable_checkpoints(folder.checkpoints)), 0)
     corrupt = corrupt or CorruptRecords(options.max_corrupt_records)
     texts = _texts(sources, options.text_field, corrupt)
+
+    def over() -> bool:
+        data_paths.reject_changed(sources, stamps)
+        return ended()
+
     return WindowMaker(
         folder.data, TokenStream(texts, tokenizer, documents), samples=tokens.window,
-        seq_len=workload.seq_len, dtype=tokens.dtype, ended=ended,
+        seq_len=workload.seq_len, dtype=tokens.dtype, ended=over,
         first=done * workload.global_batch // tokens.window,
         last=(options.steps * workload.global_batch - 1) // tokens.window,
     )  # fmt: skip
