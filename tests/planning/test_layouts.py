@@ -256,3 +256,10 @@ def test_more_stages_of_a_rank_only_where_they_are_shorter() -> None:
     pinned = layouts(legal_layouts(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 5}))
     assert {one.virtual_stages for one in pinned} == {5}
     assert not len(legal_layouts(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 7}))
+
+
+def test_recompute_under_deferred_weight_gradients_is_of_hocket_alone() -> None:
+    pins = {"pp": 2, "schedule": "zero-bubble", "zero": 0}
+    for deferred, more in ((True, {"full", "norm+activation"}), (False, set())):
+        found = layouts(legal_layouts(LONG, 4, 64, 16, pins=pins, deferred=deferred))
+        assert {one.recompute for one in found} == {"none", "selective", *more}

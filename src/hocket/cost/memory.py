@@ -117,7 +117,12 @@ def peak_memory(
     freed = np.asarray(constants.logits_in_place) > 0  # before the last layer is made again
 
     begun = np.where(bent, ranks.bent, ranks.first * flight + _early(at, ranks)) / model.layers
+    # What deferred weights' gradients need is made again by the inputs' half, and waits from there.
+    remade = np.where(freed & (split | bent), np.maximum(deferred - saved, 0.0), 0.0)
     saved_first = saved * begun
+    turn = 0.5 / np.maximum(np.minimum(at.pp, at.microbatches), 1.0)  # ZB-V: one of all in flight
+    waits = np.where(bent, ranks.bent * turn, ranks.first) / model.layers
+    saved_first = saved_first + remade * waits
     # A stage's output stays until its own gradient comes; stages that take turns post two receives.
     sent = _stream(model, at, constants) * tokens * np.where(freed & (at.pp > 1), 1.0, 0.0)
     ends_first = looked_up * flight
@@ -126,7 +131,8 @@ def peak_memory(
     whole = at.schedule == SCHEDULES.index("gpipe")  # every forward comes before a backward
     late = np.where(split | bent | whole, flight, 1.0)
     waiting = np.maximum(saved + (late - 1) * deferred, late * deferred)
-    saved_last = end * np.where(freed & split, waiting, saved * late)
+    waiting = np.where(bent, np.maximum(saved * late, (late - 0.5) * deferred), waiting)
+    saved_last = end * np.where(freed & (split | bent), waiting, saved * late)
     more = np.where(split, single, np.where(whole, logits, 0.0)) * (late - 1)
     left = np.where(bent | (freed == 0), 0.0, more)
     of_logits = np.where(freed, logits + more, logits * (late + 1) / 2)
@@ -135,6 +141,8 @@ def peak_memory(
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
     in_second = np.maximum(flight * (1 - less), 1.0)
     saved_second = saved * np.where(bent, ranks.bent_inner / model.layers, stage * in_second)
+    waits = np.where(bent, ranks.bent_inner * turn / model.layers, stage * (in_second - 1))
+    saved_second = saved_second + remade * waits
     inner = np.where(at.pp > 2, 1.0, 0.0)
     zero, one = np.zeros(shape), np.ones(shape)
     # What deferred weight gradients are computed from stays on the device, whatever is offloaded;
@@ -299,7 +307,7 @@ def saved_bytes(
     # Of other software it is not known when what deferred weights' gradients need runs again: it is
     # taken as kept. Of its own memory the rest is fitted.
     kept = np.where(late & (freed > 0) & ~own, whole, kept)
-    kept = np.where(at.recomputes("full"), np.where(late, whole, inputs), kept)
+    kept = np.where(at.recomputes("full"), np.where(late & ~own, whole, inputs), kept)
     return whole, kept, np.where(own, made, 0.0)
 
 

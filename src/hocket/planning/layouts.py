@@ -12,9 +12,9 @@ The rules themselves stand in `spec.legality`, by which a run is refused too.
 Left out, unless pinned, is state in the host's memory, which costs time and is for what fits in no
 other way (`planning.plan`). So is what another layout beats: gpipe has the step time of 1f1b and
 holds more, sequential waits more than either, more virtual stages whose longest has no fewer layers
-only send more, a schedule that defers weight gradients keeps what recompute of layers or modules
-makes again, and recompute of attention cores frees nothing where a fused kernel saves no more than
-its inputs.
+only send more, recompute under schedules of other software that defer weight gradients keeps what
+it makes again, and recompute of attention cores frees nothing where a fused kernel saves no more
+than its inputs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def legal_parts(
     here: bool = False,
     domain: int = 1,
     selective: bool = True,
+    deferred: bool = False,
 ) -> Iterator[Layouts]:
     """Every legal layout of exactly `num_gpus` GPUs, one set of options after the other: of a
     mixture on thousands of GPUs they are millions. Rows that differ by the microbatch alone follow
@@ -73,6 +74,7 @@ def legal_parts(
         domain: GPUs that reach each other without the network: state is shared among all data
             ranks, or among those of one domain alone (HSDP).
         selective: whether selective recompute frees anything; else it is left out unless pinned.
+        deferred: whether recompute frees anything where weight gradients are deferred.
     """
     pins = dict(pins or {})
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
@@ -87,7 +89,7 @@ def legal_parts(
         # Under full recompute a layer saves its input alone; what deferred gradients need stays.
         if "activations" in offload and (again == "full" or schedule in LATE):
             continue
-        keep = _allowed(base, option, seq_len=seq_len, pins=pins)
+        keep = _allowed(base, option, seq_len=seq_len, pins=pins, deferred=deferred)
         chosen = {name: column[keep] for name, column in base.items()}
         count = int(keep.sum())
         for name, value in (
@@ -458,6 +460,7 @@ def _allowed(
     *,
     seq_len: int,
     pins: Pins,
+    deferred: bool,
 ) -> np.ndarray:
     """[r] bool: the rows of `base` that these options fit."""
     schedule, zero, again, parallel = option
@@ -467,10 +470,11 @@ def _allowed(
         # Rounds of microbatches must be equal, as the schedule's builder asks.
         keep = piped & (virtual > 1) & legality.interleaved_rounds(m, pp)
     elif schedule in LATE:
-        # Full recompute has thrown away what the weights' half waits for; it is made again for the
-        # first half and held from there on: as much as without it, and slower.
+        # What recompute makes again for the first half of backward waits for the second. hocket
+        # keeps it from there on; of other software it is taken as kept from forward on, so that
+        # recompute costs time and frees nothing.
         stages = 2 if schedule == "zb-v" else 1
-        keep = piped & (virtual == stages) & (again in ("none", "selective"))
+        keep = piped & (virtual == stages) & (deferred or again in ("none", "selective"))
     elif schedule == "1f1b" or "schedule" in pins:
         several = schedule != "1f1b" and "virtual_stages" in pins
         keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))

@@ -209,7 +209,7 @@ class Problem:
         """The same, as `layouts.legal_parts`."""
         for found in legal_parts(
             self.shape, num_gpus, self.seq_len, self.global_batch, pins=pins, here=here,
-            domain=min(self.cluster.domain, num_gpus), selective=self._selective,
+            domain=min(self.cluster.domain, num_gpus), **self._recompute,
         ):  # fmt: skip
             for limit in self.limits:
                 found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
@@ -244,12 +244,12 @@ class Problem:
         return found
 
     @functools.cached_property
-    def _selective(self) -> bool:
-        """Whether selective recompute frees anything: not where fused attention saves its inputs
-        and output alone, which others need too."""
+    def _recompute(self) -> dict[str, bool]:
+        """Where recompute frees anything: `selective` not of fused attention's inputs, output."""
         stack = self.constants
         cores = any(float(block.saved_core[0]) > 0 for _, block in self.model.kinds)
-        return bool(stack.selective_halves or not stack.flash or cores)
+        selective = bool(stack.selective_halves or not stack.flash or cores)
+        return {"selective": selective, "deferred": bool(stack.eager_saved)}
 
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""
