@@ -11,12 +11,13 @@ import pytest
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.planning.service import models
-from hocket.planning.service.explain import explain_deployment
-from hocket.planning.service.forecast import misses, nodes
+from hocket.planning.service.explain import explain_deployment, winner
+from hocket.planning.service.forecast import ServiceForecast, misses, nodes
 from hocket.planning.service.need import need_map
 from hocket.planning.service.plan import answer, answer_one, most_rate, service_pins
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.search import (
+    Candidate,
     candidate,
     candidate_replicas,
     deploy,
@@ -24,6 +25,7 @@ from hocket.planning.service.search import (
     most_replicas,
     played,
     search_deployments,
+    with_copies,
 )
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
@@ -361,6 +363,36 @@ def test_a_deployment_of_groups_is_found_and_written() -> None:
     assert again.most_requests_per_second == pytest.approx(best[0].most_requests_per_second)
     with pytest.raises(LayoutError, match="expert"):
         answer_one(SEVENTY, Layout.parse("dp8.ep4"))
+
+
+def test_copies_of_experts_are_proposed_where_they_pay() -> None:
+    """With even routing none; their memory is taken from the cache, and their gain is that of the
+    placement which a server makes."""
+    group = MIXTURE.grouped(8)
+    even = dataclasses.replace(group, expert_imbalance=1.0)
+    one = with_copies(group, 1, 1, 2048)
+    assert one.redundant in {8, 16}
+    assert one.good > candidate(group, 1, 1, 2048).good
+    assert with_copies(even, 1, 1, 2048).redundant == 0
+    copied = MIXTURE.grouped(8, 1, one.redundant)
+    more, least = copied.prices(1, 1), group.prices(1, 1)
+    experts = sum(w.elements for b in group.shape.layers for w in group.shape.blocks[b].weights
+                  if w.split == "expert")  # fmt: skip
+    added = 2 * experts * one.redundant / group.shape.experts / 8
+    assert more.weight_bytes - least.weight_bytes == pytest.approx(added, rel=1e-6)
+    assert copied.cached_tokens(1, 1) < group.cached_tokens(1, 1)
+    found = answer_pinned(MIXTURE, one)
+    assert found.redundant_experts == one.redundant
+    assert found.title == f"dp16.ep8 + {one.redundant} copies"
+    assert f"{one.redundant} copies of experts" in " ".join(winner(MIXTURE, found))
+
+
+def answer_pinned(problem: ServiceProblem, one: Candidate) -> ServiceForecast:
+    (found,) = search_deployments(
+        problem, top=1, pins={"ep": 8, "tp": 1, "pp": 1, "dp": 16, "max_num_batched_tokens": 2048}
+    )
+    assert found.candidate == one
+    return forecast_of(problem, found)
 
 
 LONG = dataclasses.replace(

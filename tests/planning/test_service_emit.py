@@ -56,6 +56,11 @@ def test_sequences_never_exceed_the_tokens_of_a_step() -> None:
 
 
 def test_replicas_of_a_mixture_are_servers_of_their_own() -> None:
+    copies = dataclasses.replace(LLAMA, tp=1, ep=8, experts=128, redundant=16)
+    assert "--enable-eplb \\\n  --eplb-config.num_redundant_experts 16" in server_command(
+        "vllm", copies
+    )
+    assert "--enable-eplb \\\n  --ep-num-redundant-experts 16" in server_command("sglang", copies)
     text = server_command("vllm", dataclasses.replace(LLAMA, replicas=4, experts=128))
     assert "start 4 of these" in text
     assert "--data-parallel-size" not in text.splitlines()[-1]

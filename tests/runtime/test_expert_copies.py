@@ -8,8 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.runtime.expert_parallel.copies import (  # noqa: E402
-    ExpertCopies,
+from hocket.runtime.expert_parallel.copies import ExpertCopies  # noqa: E402
+from hocket.spec.expert_copies import (  # noqa: E402
+    copied_imbalance,
+    first_copies,
     most_rows,
     place_copies,
 )
@@ -51,6 +53,29 @@ def test_the_experts_with_most_tokens_get_the_copies() -> None:
     assert most(placed, load, 4) < 1.7
     even = place_copies([5.0] * 8, 4, list(range(8)))
     assert even == list(range(8))  # nothing moves
+
+
+@pytest.mark.parametrize(("ranks", "experts", "redundant"), [(2, 8, 2), (8, 64, 8), (16, 64, 16)])
+@pytest.mark.parametrize("deviation", [0.0, 0.3, 0.6])
+def test_a_plan_assumes_what_copies_do_to_the_rows_of_a_router(
+    ranks: int, experts: int, redundant: int, deviation: float
+) -> None:
+    """Top-2 routers with biases of that deviation, whose rows are placed as a server does."""
+    draws = torch.Generator().manual_seed(1)
+    plain = placed = mean = 0.0
+    for _ in range(8):
+        logits = torch.randn(4000, experts, generator=draws)
+        logits += deviation * torch.randn(experts, generator=draws)
+        chosen = logits.topk(2).indices.flatten()
+        load = torch.bincount(chosen, minlength=experts).tolist()
+        plain += most_rows(first_copies(experts, 0, ranks), load, ranks)
+        before = first_copies(experts, redundant, ranks)
+        placed += most_rows(place_copies(load, ranks, before), load, ranks)
+        mean += sum(load) / ranks
+    assumed = copied_imbalance(experts, ranks, redundant, plain / mean)
+    assert assumed == pytest.approx(placed / mean, abs=0.05)
+    assert assumed <= plain / mean
+    assert copied_imbalance(experts, ranks, 0, plain / mean) == plain / mean
 
 
 def test_tokens_of_an_expert_take_its_copies_in_turn() -> None:

@@ -86,6 +86,7 @@ def emitted_deployment(plan: ServicePlan, tool: str) -> str:
         pp=best.layout.pp,
         replicas=best.replicas,
         ep=best.layout.ep,
+        redundant=best.redundant_experts,
         gpu=best.gpu,
         gpus_per_node=kind.gpus_per_node,
         tokens=plan.request_tokens,
@@ -117,6 +118,8 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
     stored = plans[0].stored
     few = [] if stored.quantization == "none" else ["--quantization", stored.quantization]
     few += ["--kv-cache-dtype", "fp8"] if plans[0].cache_precision == "fp8" else []
+    copies = best.redundant_experts
+    few += ["--redundant-experts", str(copies)] if copies else []
     return [
         "serve", served, "--layout", best.layout.axes_text(), "--dtype", stored.dtype, *few,
         "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.max_sequences),

@@ -60,7 +60,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
     if len(plan.kinds) > 1:
         bests = [kind.best for kind in answered if kind.best is not None]
         labels = [
-            f"{kind.gpu}: {one.num_gpus} as {one.layout}; {_holds(kind)} hold it"
+            f"{kind.gpu}: {one.num_gpus} as {one.title}; {_holds(kind)} hold it"
             for kind, one in zip(answered, bests, strict=True)
         ]
         yield from _rows(_HEADERS, labels, [_row(one, plan) for one in bests])
@@ -70,7 +70,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         yield from _memory(kind, plan)
         yield ""
         labels = [
-            f"{one.layout}  {one.num_gpus} GPU" + "s" * (one.num_gpus > 1)
+            f"{one.title}  {one.num_gpus} GPU" + "s" * (one.num_gpus > 1)
             for one in kind.deployments
         ]
         yield from _rows(_HEADERS, labels, [_row(one, plan) for one in kind.deployments])
@@ -174,7 +174,7 @@ def _percentiles(one: ServiceForecast) -> str:
             f"{rates.p50:.3g} / {rates.p90:.3g} / {rates.p99:.3g}"
         )
     )
-    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {percentiles}{speed}."
+    return f"{one.title} on {one.gpu}, 50th / 90th / 99th percentile: {percentiles}{speed}."
 
 
 def _holds(kind: KindAnswer) -> str:

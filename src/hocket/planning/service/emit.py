@@ -25,6 +25,7 @@ class Deployment:
         model: a name on the Hugging Face Hub or a directory; `MODEL` where neither is known.
         tp, pp: of a replica. replicas: independent ones.
         ep: data ranks of a replica, over which its experts are divided.
+        redundant: copies of experts in each layer.
         gpu: kind. gpus_per_node: of a node.
         tokens: of the longest request. max_sequences: at once in a replica.
         max_num_batched_tokens: of one step.
@@ -54,6 +55,7 @@ class Deployment:
     dequantized: bool = False
     expert_precision: str | None = None
     ep: int = 1
+    redundant: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -122,6 +124,8 @@ def _vllm(one: Deployment) -> str:
         "--pipeline-parallel-size": one.pp,
         "--data-parallel-size": ranks if ranks > 1 else None,
         "--enable-expert-parallel": one.ep > 1,
+        "--enable-eplb": one.redundant > 0,
+        "--eplb-config.num_redundant_experts": one.redundant or None,
     }
     if one.nodes > 1:
         flags |= {
@@ -177,6 +181,8 @@ def _sglang(one: Deployment) -> str:
         "--dp-size": one.replicas if together else None,
         "--attn-dp-size": one.ep if one.ep > 1 else None,
         "--ep-size": one.tp * one.ep if one.ep > 1 else None,
+        "--enable-eplb": one.redundant > 0,
+        "--ep-num-redundant-experts": one.redundant or None,
     }
     flags = {k: v for k, v in flags.items() if (k, v) != ("--dp-size", 1)}
     nodes = -(-one.tp * one.pp * one.ep // one.gpus_per_node)

@@ -25,6 +25,7 @@ from hocket.planning.service.search import (
     search_deployments,
     too_slow,
 )
+from hocket.spec.expert_copies import copied_imbalance
 from hocket.spec.units import format_bytes, format_seconds
 
 
@@ -67,6 +68,8 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
         f"requests/s, loaded to {best.load:.0%} of that. On each, {best.batch:.0f} sequences "
         f"decode together on average; {best.max_sequences} would fit."
     )
+    if best.redundant_experts:
+        yield _copies(problem, best)
     kinds = best.memory_by_kind
     request = problem.prices(
         best.layout.tp, best.layout.pp, best.max_num_batched_tokens
@@ -86,10 +89,21 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
         yield _bound(problem, best)
 
 
+def _copies(problem: ServiceProblem, best: ServiceForecast) -> str:
+    """What copies of experts gain."""
+    ep, imbalance = best.layout.ep, problem.expert_imbalance
+    even = copied_imbalance(problem.shape.experts, ep, best.redundant_experts, imbalance)
+    return (
+        f"{best.redundant_experts} copies of experts in each layer (--redundant-experts) take the "
+        f"busiest of {ep} ranks from {imbalance:g} to {even:.2f} times the mean number of tokens, "
+        "with experts chosen by a router whose logits differ by normal numbers."
+    )
+
+
 def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     """What sets the number of GPUs: what one replica fewer would miss."""
     layout = best.layout
-    group = problem.grouped(layout.ep, layout.cp)
+    group = problem.grouped(layout.ep, layout.cp, best.redundant_experts)
     one = candidate(group, layout.tp, layout.pp, best.max_num_batched_tokens)
     latencies = played(problem, one, best.replicas - 1)
     if latencies is None:

@@ -22,6 +22,7 @@ class ServiceForecast:
 
     Attributes:
         layout: tp, pp and ep of a replica, dp of all replicas: dp / ep of them.
+        redundant_experts: copies of experts in each layer, over the ranks that hold them.
         gpu: its kind. num_gpus: in all; num_nodes: that they stand in.
         max_num_batched_tokens: tokens of one step, prompts in chunks. max_sequences: requests that
             a replica holds at once.
@@ -79,11 +80,18 @@ class ServiceForecast:
     price_source: str
     meets: bool
     misses: tuple[str, ...]
+    redundant_experts: int = 0
 
     @property
     def replicas(self) -> int:
         """Replicas; each has as many data ranks as its experts are divided over."""
         return self.layout.dp // self.layout.ep
+
+    @property
+    def title(self) -> str:
+        """The layout, and how many copies of experts it has in each layer."""
+        copies = f" + {self.redundant_experts} copies" if self.redundant_experts else ""
+        return f"{self.layout}{copies}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; the layout as text."""
@@ -166,6 +174,7 @@ def deployment_forecast(
         misses=("it cannot keep up: requests wait ever longer",)
         if latencies is None
         else misses(problem, latencies),
+        redundant_experts=problem.redundant,
     )
 
 

@@ -16,7 +16,6 @@ from hocket.planning.service.problem import LARGEST, ServiceProblem, usual_chunk
 from hocket.planning.service.search import (
     Candidate,
     Pins,
-    candidate,
     candidate_replicas,
     deploy,
     forecast_of,
@@ -25,6 +24,7 @@ from hocket.planning.service.search import (
     played,
     search_deployments,
     too_slow,
+    with_copies,
 )
 from hocket.planning.service.stored import NONE, OTHERS, StoredWeights
 from hocket.spec import legality, renamed
@@ -241,7 +241,8 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             f" and a request {prices.cache_bytes * problem.service.tokens / gigabyte:.1f}",
             hint=_split_hint(memory_minimum(problem)),
         )
-    one = candidate(problem, tp, pp, chunk)
+    one = with_copies(problem, tp, pp, chunk)
+    problem = problem.grouped(one.ep, one.cp, one.redundant)
     if replicas > most_replicas(problem, one):
         raise LayoutError(
             f"{plain} needs {plain.world_size} GPUs; {problem.cluster.name} holds "

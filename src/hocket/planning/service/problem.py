@@ -21,6 +21,7 @@ from hocket.planning.service.trace import RequestTrace
 from hocket.simulation.traffic import RoundTable
 from hocket.spec.cluster import Cluster, Gpu
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.expert_copies import copied_imbalance
 from hocket.spec.layout import divisors
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
@@ -35,6 +36,9 @@ LONG_PROMPT = 8192
 
 CONTEXT = (2, 4, 8, 16)
 """Context ranks that are tried: they divide the 16 tokens of a block of hocket's cache."""
+
+COPIES = (1, 2)
+"""Copies of experts on each rank that are tried."""
 
 LARGEST = 4
 """A replica has at most so many times the GPUs that its weights need."""
@@ -59,6 +63,7 @@ class ServiceProblem:
         ep: data ranks of one replica: attention divides its sequences among them, and each holds a
             share of the experts (DeepSeek-AI 2024, section 3.4). 1: replicas of tp and pp alone.
         cp: context ranks of one replica, which share each prompt and the cache.
+        redundant: copies of experts in each layer, over the ranks that hold them.
     """
 
     shape: ModelShape
@@ -72,6 +77,7 @@ class ServiceProblem:
     usable: float = 0.9
     ep: int = 1
     cp: int = 1
+    redundant: int = 0
     trace: RequestTrace | None = None
     expert_imbalance: float = EXPERT_IMBALANCE
 
@@ -177,12 +183,20 @@ class ServiceProblem:
             *(self.grouped(1, n) for n in context),
         ]
 
-    def grouped(self, ep: int, cp: int = 1) -> ServiceProblem:
-        """The problem of replicas with so many data ranks and context ranks; each is kept."""
-        if (ep, cp) == (self.ep, self.cp):
+    def with_copies(self) -> Iterator[ServiceProblem]:
+        """The problem with one and two more experts on each rank that has a part of them."""
+        for more in COPIES if self.ep > 1 and self.expert_imbalance > 1 else ():
+            if more <= self.shape.experts * (self.ep - 1) // self.ep:
+                yield self.grouped(self.ep, self.cp, more * self.ep)
+
+    def grouped(self, ep: int, cp: int = 1, redundant: int = 0) -> ServiceProblem:
+        """The problem of replicas with so many data ranks and context ranks, and copies of experts;
+        each is kept."""
+        if (ep, cp, redundant) == (self.ep, self.cp, self.redundant):
             return self
         group = self.remembered(
-            ("grouped", ep, cp), lambda: dataclasses.replace(self, ep=ep, cp=cp)
+            ("grouped", ep, cp, redundant),
+            lambda: dataclasses.replace(self, ep=ep, cp=cp, redundant=redundant),
         )
         if (group.service, group.bounded) == (self.service, self.bounded):
             return group
@@ -228,7 +242,7 @@ class ServiceProblem:
                 gpu = dataclasses.replace(node.gpu, flops={**rates, "bf16": rates["fp16"]})
                 node = dataclasses.replace(node, gpu=gpu)
             self._known[key] = serving_prices(
-                self.shape,
+                self.shape.with_copies(self.redundant),
                 dataclasses.replace(self.cluster, num_nodes=nodes, node=node),
                 tp=tp,
                 pp=pp,
@@ -240,7 +254,12 @@ class ServiceProblem:
                 cache_precision=self.cached_in,
                 engine=self.engine,
                 max_num_batched_tokens=chunk,
-                expert_imbalance=self.expert_imbalance,
+                expert_imbalance=copied_imbalance(
+                    self.shape.experts,
+                    self.ep,
+                    self.redundant,
+                    min(self.expert_imbalance, float(self.ep)),
+                ),
                 curves=self._curves,  # type: ignore[arg-type]
                 request_tokens=self.service.tokens,
             )

@@ -46,6 +46,9 @@ MOST_TRIES = 12
 PROMISING = 10
 """Replicas' layouts that are played, at least."""
 
+PAYS = 1.01
+"""Requests per second with copies of experts, relative to those without, that they are worth."""
+
 Pins = Mapping[str, int]
 
 
@@ -59,6 +62,7 @@ class Candidate:
         floor_ttft, floor_tpot: seconds of a request alone: no number of replicas is faster.
         ep: data ranks of the replica, over which its experts are divided.
         cp: context ranks of the replica.
+        redundant: copies of experts in each layer.
     """
 
     tp: int
@@ -70,6 +74,7 @@ class Candidate:
     floor_tpot: float
     ep: int = 1
     cp: int = 1
+    redundant: int = 0
 
     @property
     def size(self) -> int:
@@ -88,8 +93,19 @@ def candidate_replicas(problem: ServiceProblem, pins: Pins | None = None) -> lis
             chunk = pins.get("max_num_batched_tokens", usual_chunk(pp))
             pinned = pins.get("tp", tp) == tp and pins.get("pp", pp) == pp
             if pinned and group.sequences(tp, pp, chunk) >= 1:
-                found.append(candidate(group, tp, pp, chunk))
+                found.append(with_copies(group, tp, pp, chunk))
     return found
+
+
+def with_copies(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidate:
+    """A replica with as many copies of experts as pay: their memory is taken from the cache."""
+    best = candidate(problem, tp, pp, chunk)
+    for group in problem.with_copies():
+        if group.sequences(tp, pp, chunk) >= 1:
+            other = candidate(group, tp, pp, chunk)
+            if other.good > PAYS * best.good:
+                best = other
+    return best
 
 
 def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidate:
@@ -109,6 +125,7 @@ def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidat
         floor_tpot=floor_tpot,
         ep=problem.ep,
         cp=problem.cp,
+        redundant=problem.redundant,
     )
 
 
@@ -194,7 +211,7 @@ def played(
     Args:
         hasty: None as well as soon as it is certain that a goal is missed.
     """
-    problem = problem.grouped(one.ep, one.cp)
+    problem = problem.grouped(one.ep, one.cp, one.redundant)
     service = problem.service
     if problem.requests is not None:
         return _played_trace(problem, problem.requests, one, replicas, hasty=hasty)
@@ -356,7 +373,7 @@ def search_deployments(
         deployed = None
         others = () if "max_num_batched_tokens" in pins else CHUNKS
         for chunk in dict.fromkeys((one.chunk, *others)):
-            group = problem.grouped(one.ep, one.cp)
+            group = problem.grouped(one.ep, one.cp, one.redundant)
             other = one if chunk == one.chunk else candidate(group, one.tp, one.pp, chunk)
             most = enough if deployed is None else deployed.gpus - one.size
             replicas = None if asked is None else asked // one.ep
@@ -371,7 +388,7 @@ def forecast_of(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
     """The forecast of a deployment."""
     one = deployed.candidate
     return deployment_forecast(
-        problem.grouped(one.ep, one.cp),
+        problem.grouped(one.ep, one.cp, one.redundant),
         tp=one.tp,
         pp=one.pp,
         chunk=one.chunk,

@@ -16,6 +16,7 @@ from hocket.runtime.expert_parallel.two_level import NodeAxes
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
+from hocket.spec.expert_copies import first_copies
 from hocket.spec.placement import Placement, TensorBlock
 from hocket.spec.plan import ExpertPlan, matches
 
@@ -67,7 +68,7 @@ def apply_expert_parallel(
         every = list(range(own.num_experts))
         copies = None
         if redundant:
-            every = _with_copies(every, redundant, experts.size)
+            every = first_copies(len(every), redundant, experts.size)
             copies = ExpertCopies.of(every, own.num_experts, experts.size)
         count = len(every) // experts.size
         mine = every[experts.index * count : (experts.index + 1) * count]
@@ -114,15 +115,6 @@ def balancer_of(module: nn.Module, every: int) -> ExpertBalancer | None:
     both = [m for m in module.modules() if isinstance(m, ExpertParallelExperts)]
     found = [m for m in both if m.copies is not None]
     return ExpertBalancer(found, every) if found else None
-
-
-def _with_copies(experts: list[int], redundant: int, ranks: int) -> list[int]:
-    """Experts in order, and on each rank as many copies of the first of the next ranks."""
-    count, more = len(experts) // ranks, redundant // ranks
-    found: list[int] = []
-    for first in range(0, len(experts), count):
-        found += [experts[(first + i) % len(experts)] for i in range(count + more)]
-    return found
 
 
 def _placed(placement: Placement, experts: list[int]) -> Placement:

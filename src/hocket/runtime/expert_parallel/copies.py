@@ -1,8 +1,7 @@
 """Copies of the experts that most tokens choose, over the ranks that hold all experts.
 
     load       rows of each expert since the last placement, summed over its copies
-    copies     one at a time, to the expert with most rows a copy
-    place      copies by rows, the heaviest first, to the rank with least rows that has room
+    place      `spec.expert_copies.place_copies`
     move       weights that a rank lacks: one all-to-all a tensor
 
 A rank with P slots holds P experts, of which some are copies of what others hold too. A router
@@ -25,61 +24,7 @@ from torch import Tensor, nn
 from hocket.runtime.collectives import all_gather, all_to_all
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
-
-WORTH = 0.95
-"""Rows of the rank with most, relative to those before, below which weights are moved."""
-
-
-def place_copies(load: Sequence[float], ranks: int, previous: Sequence[int]) -> list[int]:
-    """The expert of each slot, rank after rank; as before where another placement gains little.
-
-    Args:
-        load: [E] rows of each expert.
-        ranks: with equally many slots each; together at least E.
-        previous: [ep P] the expert of each slot until now: what stays on a rank stays in its slot.
-    """
-    slots = len(previous) // ranks
-    assert len(load) <= len(previous) <= len(load) * ranks, (len(load), len(previous), ranks)
-    copies = [1] * len(load)
-    for _ in range(len(previous) - len(load)):
-        open_ones = [e for e, count in enumerate(copies) if count < ranks]
-        copies[max(open_ones, key=lambda e: (load[e] / copies[e], -e))] += 1
-    each = [load[e] / copies[e] for e in range(len(load))]
-    rows, held = [0.0] * ranks, [list[int]() for _ in range(ranks)]
-    order = sorted(range(len(load)), key=lambda e: (-copies[e], -each[e], e))
-    # Those with most copies have least choice of ranks, and come first.
-    for e in [e for e in order if copies[e] > 1] + [e for e in order if copies[e] == 1]:
-        free = sorted(
-            (r for r in range(ranks) if len(held[r]) < slots),
-            key=lambda r: (rows[r], len(held[r]), e not in previous[r * slots : (r + 1) * slots]),
-        )
-        for i in range(copies[e]):
-            r = free[i % len(free)]
-            if len(held[r]) == slots:  # fewer ranks have room than it has copies
-                r = min((r for r in range(ranks) if len(held[r]) < slots), key=rows.__getitem__)
-            held[r].append(e)
-            rows[r] += each[e]
-    found = [e for r in range(ranks) for e in _settled(held[r], previous[r * slots :][:slots])]
-    gains = most_rows(found, load, ranks) < WORTH * most_rows(previous, load, ranks)
-    return found if gains else list(previous)
-
-
-def most_rows(experts: Sequence[int], load: Sequence[float], ranks: int) -> float:
-    """Rows of the rank that has most, each expert's evenly over its copies."""
-    slots = len(experts) // ranks
-    rows = [load[e] / experts.count(e) for e in experts]
-    return max(sum(rows[r * slots : (r + 1) * slots]) for r in range(ranks))
-
-
-def _settled(held: Sequence[int], previous: Sequence[int]) -> list[int]:
-    """A rank's experts, in their slots of before where they had one."""
-    coming = list(held)
-    found: list[int | None] = []
-    for e in previous:
-        found.append(e if e in coming else None)
-        if e in coming:
-            coming.remove(e)
-    return [coming.pop(0) if e is None else e for e in found]
+from hocket.spec.expert_copies import most_rows, place_copies
 
 
 @dataclasses.dataclass(eq=False)
