@@ -3,7 +3,7 @@ import json
 import pytest
 
 from hocket.spec.errors import WeightsError
-from tests.families import FAMILIES, LLAMA
+from tests.families import EXPERTS, FAMILIES, LLAMA
 from tests.models.variants import VARIANTS
 
 pytestmark = pytest.mark.torch
@@ -211,6 +211,26 @@ def test_a_prefix_may_be_missing(tmp_path):
     # The head is tied and lies on the last stage, where there is no embedding.
     last, _ = Case(FAMILIES["gpt2"]).stage(source, bounds=(2, 2), stage=1)
     assert torch.equal(last.lm_head.weight, tensors["wte.weight"])
+
+
+def test_layers_of_multi_token_prediction_are_named_and_left_out(tmp_path):
+    """DeepSeek-V3's are behind the model's own; others there are an error, as any other name."""
+    import torch
+
+    from hocket.models.weight_headers import untrained_layers
+
+    config = {**EXPERTS["deepseek_v3"], "num_nextn_predict_layers": 1}
+    tensors = tensors_of(config)
+    assert untrained_layers(save(tmp_path / "plain", tensors, config).weights, 4) == ""
+    more = {**tensors, "model.layers.4.eh_proj.weight": torch.ones(32, 64)}
+    source = save(tmp_path / "more", more, config)
+    note = untrained_layers(source.weights, 4)
+    assert note.startswith("the weights of model.layers.4 (multi-token prediction) are neither")
+    module, _ = Case(config).stage(source, bounds=(4,), stage=0)
+    assert "model.layers.4.eh_proj.weight" not in dict(module.named_parameters())
+    other = save(tmp_path / "other", more, config | {"num_nextn_predict_layers": 0})
+    with pytest.raises(WeightsError, match=r"unexpected model.layers.4.eh_proj"):
+        Case(config | {"num_nextn_predict_layers": 0}).stage(other, bounds=(4,), stage=0)
 
 
 def test_a_tied_weight_may_stand_under_either_name(tmp_path):

@@ -13,6 +13,7 @@ from hocket.jobs.planner_problem import (
     model_type_of,
     planned_global_batch,
     positions_of,
+    prediction_note,
     training_problem,
 )
 from hocket.spec.errors import OptionError
@@ -207,6 +208,8 @@ def plan_training(
     positions = positions_of(os.fspath(model))
     if positions is not None and seq_len > positions:
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    if note := prediction_note(os.fspath(model)):
         found = dataclasses.replace(found, notes=(*found.notes, note))
     if any(one.layout.ep > 1 for one in (*found.layouts, *found.unsupported_layouts)):
         note = (

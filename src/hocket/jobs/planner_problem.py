@@ -211,10 +211,22 @@ def model_type_of(model: str) -> str:
 
 def positions_of(model: str) -> int | None:
     """Positions that a model was made for, None where its configuration does not say."""
+    config = _known_config(model)
+    keys = ("max_position_embeddings", "n_positions")
+    return next((int(config[key]) for key in keys if config.get(key)), None)
+
+
+def prediction_note(model: str) -> str:
+    """That a plan is without the layers of multi-token prediction; empty where there are none."""
+    if not _known_config(model).get("num_nextn_predict_layers"):
+        return ""
+    return "The plan is without the layer for multi-token prediction, which hocket does not train."
+
+
+def _known_config(model: str) -> Mapping[str, Any]:
+    """A model's configuration; empty of a name of the service planner's own, or of bytes."""
     from hocket.models import repo_id
 
     if _shipped(model) is None and not os.path.exists(model) and repo_id.parse_repo(model) is None:
-        return None  # a name of the service planner's own, or a number of bytes
-    config = _config(model)
-    keys = ("max_position_embeddings", "n_positions")
-    return next((int(config[key]) for key in keys if config.get(key)), None)
+        return {}
+    return _config(model)

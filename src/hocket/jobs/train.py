@@ -195,6 +195,12 @@ def prepare_run(
     job, config = found.job, found.config
     for note in (defaults.defaults_note(job.request, job.source), *found.notes):
         record.note(note)
+    if job.source.weights is not None:
+        from hocket.models import weight_headers
+
+        layers = job.source.dimensions.num_layers
+        if untrained := weight_headers.untrained_layers(job.source.weights, layers):
+            record.note(untrained)
     if not job.request.auto:
         if idle := defaults.idle_cores(job.request.options, job.layout.world_size):
             record.note(idle)

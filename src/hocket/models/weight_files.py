@@ -186,6 +186,10 @@ class WeightFiles:
                 found.sources.setdefault(pattern, []).append(key)
                 self._add_other_targets(name, found)
         ignored = [*_IGNORED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        config = model.config
+        more = getattr(config, "num_nextn_predict_layers", None) or 0  # DeepSeek-V3's, GLM's
+        first = config.num_hidden_layers if more else 0
+        ignored += [rf"^model\.layers\.{first + number}\." for number in range(more)]
         return [k for k in unexpected if not any(re.search(rule, k) for rule in ignored)]
 
     def _add_other_targets(self, name: str, found: _Stored) -> None:

@@ -21,6 +21,7 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|output_projection)\.weight$")
 _EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings|tokens_embed|w)\.weight$"
 )
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 _COMPARED = 4 << 20
 
 
@@ -78,6 +79,21 @@ def has_own_head(directory: Path) -> bool:
             if both[0] != both[1]:
                 return True
     return False
+
+
+def untrained_layers(directory: Path, layers: int) -> str:
+    """That a checkpoint has layers behind the model's own, which no run trains; empty where it has
+    none: those of multi-token prediction (DeepSeek-V3, GLM 4.5). Raises WeightsError: as `headers`.
+    """
+    numbers = {int(found[1]) for key in headers(directory) if (found := _LAYER.match(key))}
+    beyond = sorted(number for number in numbers if number >= layers)
+    if not beyond:
+        return ""
+    names = " and ".join(f"model.layers.{number}" for number in beyond)
+    return (
+        f"the weights of {names} (multi-token prediction) are neither trained nor exported: the "
+        f"model in transformers has {layers} layers"
+    )
 
 
 def printable_key(key: str) -> str:

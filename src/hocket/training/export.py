@@ -341,6 +341,8 @@ def _buffers(whole: Whole, names: SavedNames, wanted: list[str]) -> Iterator[Raw
 def _write_files(to: Path, files: ModelFiles, skeleton: Any, dtype: str) -> None:
     config = {**files.config, "architectures": [type(skeleton).__name__], "dtype": _SAID[dtype]}
     config.pop("torch_dtype", None)
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # multi-token prediction: transformers has none
     _write_json(to / "config.json", config)
     generation = files.directory / "generation_config.json" if files.directory else None
     if generation is not None and generation.is_file():
