@@ -14,13 +14,16 @@ from hocket.models import skeleton  # noqa: E402
 from hocket.models.plans import plan_for  # noqa: E402
 from hocket.models.proxy import proxy_of  # noqa: E402
 from hocket.models.samples import sample_config  # noqa: E402
-from hocket.models.trace import record, trace  # noqa: E402
+from hocket.models.trace import _shape as shape_of_run  # noqa: E402
+from hocket.models.trace import positions, record, trace  # noqa: E402
+from hocket.models.trace.run import run_trace  # noqa: E402
 from hocket.planning.layouts import tensor_degrees  # noqa: E402
 from hocket.spec.errors import LayoutError, ModelError  # noqa: E402
 from hocket.spec.layout import Layout  # noqa: E402
 from hocket.spec.model_shape import SPLITS, VIEWS, ModelShape  # noqa: E402
 from hocket.spec.plan import matches  # noqa: E402
 from tests.families import FAMILIES, LLAMA  # noqa: E402
+from tests.rehearsal.inside import tiny_config  # noqa: E402
 from tests.support.columns import layout_columns  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
@@ -204,6 +207,82 @@ def test_what_cannot_be_read(monkeypatch):
     monkeypatch.setattr(record, "MOST_OPERATIONS", 20)
     with pytest.raises(ModelError, match="more than 20 operations"):
         trace({**LLAMA, "hidden_size": 40})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen4_exp_text", r"self_attn.indexer reads them \(aten::nonzero\)"),
+        ("xmod", r"layer.0.output reads them \(aten::nonzero\)"),
+        ("xlm", "transformer reads them"),
+        ("reformer", "run without a graph"),
+        ("xlnet", "does not run in bfloat16: RuntimeError: expected scalar type"),
+        ("hrm_text", "no single list"),
+    ],
+)
+def test_why_a_type_has_no_shape(name, reason):
+    with pytest.raises(ModelError, match=reason):
+        trace(tiny_config(name))
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash"])
+def test_experts_in_a_loop_are_one_grouped_matmul(kind):
+    """Of the experts that compute something, as many choices as a token has on average."""
+    chosen = {"dbrx": {"moe_top_k": 2}, "longcat_flash": {"moe_topk": 3}}[kind]
+    values = tiny_config(kind)
+    values = (
+        {**values, "ffn_config": {**values["ffn_config"], **chosen}}
+        if kind == "dbrx"
+        else {**values, **chosen}
+    )
+    shape = trace(values)
+    found = [p for p in shape.blocks["block"].products if p.groups > 1]
+    assert {p.count for p in found} == {2.0}  # LongCat: 4 of 6 experts are no identity
+    real = skeleton.build_skeleton(values, dtype=torch.bfloat16)
+    sizes = {p.numel() for n, p in real.named_parameters() if ".experts." in n}
+    assert {p.groups * p.n * p.k for p in found} == sizes
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+def test_a_recurrence_by_position_is_traced_at_short_sequences(monkeypatch, kind):
+    """Every figure is that of the long trace, which takes minutes at a real length."""
+    monkeypatch.setattr(record, "MOST_OPERATIONS", 10**6)
+    config = skeleton.config_of(tiny_config(kind), router_loss=False)
+
+    def shape_of(tokens):
+        size = record.TracedSize(2, tokens)
+        return shape_of_run(run_trace(config, torch.bfloat16, traced=size), kind)
+
+    long = shape_of(43)
+    monkeypatch.setattr(positions, "SHORT", (13, 17, 37))
+    short = positions.lengthened(shape_of, 43)
+    for name, block in long.blocks.items():
+        found = short.blocks[name]
+        assert found.products == block.products
+        for rows, others in (
+            (found.memory_bound, block.memory_bound),
+            (found.unfused, block.unfused),
+        ):
+            assert [(r.name, r.kernels, r.backward_kernels) for r in rows] == [
+                (r.name, r.kernels, r.backward_kernels) for r in others
+            ]
+            for row, other in zip(rows, others, strict=True):
+                assert row.forward == pytest.approx(other.forward, rel=1e-12)
+                assert row.backward == pytest.approx(other.backward, rel=1e-12)
+        for view in VIEWS:
+            sums = [sum(r.bytes for r in b.saved if r.view == view) for b in (found, block)]
+            assert sums[0] == pytest.approx(sums[1], rel=1e-12), (name, view)
+    assert any(len(b.saved) > len(short.blocks[n].saved) for n, b in long.blocks.items())
+
+
+def test_a_recurrence_by_position_has_the_figures_of_its_tokens(monkeypatch):
+    """Its gradients are as large as the sequence, for each position."""
+    monkeypatch.setattr(record, "MOST_OPERATIONS", 400)
+    monkeypatch.setattr(positions, "SHORT", (13, 17, 37))
+    config = tiny_config("mamba")
+    rows = [trace(config, size=(1, tokens)).blocks["block"].unfused[-1] for tokens in (512, 2048)]
+    assert rows[1].kernels / rows[0].kernels == pytest.approx(4, rel=0.1)
+    assert rows[1].backward / rows[0].backward == pytest.approx(4, rel=0.1)
 
 
 LARGE = {

@@ -11,7 +11,7 @@ import hocket
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunSpec, write_text
 
-FORMAT = 13
+FORMAT = 14
 """Of the shapes that are cached: one more whenever a trace finds something else."""
 
 

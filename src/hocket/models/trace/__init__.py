@@ -26,7 +26,8 @@ from hocket.models.plans.tensor import tensor_plan
 from hocket.models.proxy import proxy_of
 from hocket.models.trace.fused import Costs
 from hocket.models.trace.graph import Splits
-from hocket.models.trace.record import TracedSize
+from hocket.models.trace.positions import lengthened
+from hocket.models.trace.record import PRIMES, TracedSize, WrittenOut
 from hocket.models.trace.run import Run, run_trace
 from hocket.spec.model_shape import BlockShape, Handed, ModelShape, Weight
 from hocket.spec.plan import Split, TensorPlan, WeightSegment, matches
@@ -69,7 +70,8 @@ def trace(
             the gradient of the input alone (`cost.adapters` adds what adapters save).
         size: rows of a microbatch and tokens of each. Where a family saves what does not grow with
             tokens (`ModelShape.uneven`), the rows `saved` of the view `eager` are those of this
-            size, per token; None: what does not grow with tokens is left out.
+            size, per token; None: what does not grow with tokens is left out. A recurrence that is
+            written out position by position has all its figures of so many tokens.
 
     Returns:
         its shape; the same configuration is traced once in a process.
@@ -87,11 +89,21 @@ def trace(
     text = json.dumps([config.to_dict(), name, dtype, frozen, size], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:
-        done = run_trace(config, _DTYPES[dtype], frozen=frozen)
-        found = _shape(done, name or str(config.model_type))
-        if found.uneven and size is not None:
-            sized = run_trace(config, _DTYPES[dtype], frozen=frozen, traced=TracedSize(*size))
-            found = _with_saved(found, _shape(sized, found.name))
+
+        def of(traced: TracedSize | None) -> ModelShape:
+            done = run_trace(config, _DTYPES[dtype], frozen=frozen, traced=traced)
+            return _shape(done, name or str(config.model_type))
+
+        try:
+            found = of(None)
+            if found.uneven and size is not None:
+                found = _with_saved(found, of(TracedSize(*size)))
+        except WrittenOut:
+            rows, tokens = size or (0, PRIMES.sequence)
+            found = lengthened(lambda short: of(TracedSize(sequence=short)), tokens)
+            if size is not None:
+                sized = lengthened(lambda short: of(TracedSize(rows, short)), tokens)
+                found = _with_saved(found, sized)
         _cache[key] = found
     return _cache[key]
 

@@ -43,8 +43,13 @@ PRIMES = TracedSize()
 SHORTER = (509, 251, 127, 61, 31)
 """Sequences of models that have fewer positions."""
 
-MOST_OPERATIONS = 12000
-"""Of one part; a block of attention and experts has some hundred."""
+MOST_OPERATIONS = 2000
+"""Of the forward of one part; a block of attention and experts has some hundred."""
+
+
+class WrittenOut(ModelError):
+    """A part has more operations than any that is not written out position by position."""
+
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback"}
 COPIES = {"clone", "_to_copy", "contiguous", "copy_", "repeat_interleave", "expand_copy"}
@@ -138,6 +143,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: every parameter of the model by name.
         traced: what is run.
         buffers: of its modules, which are there whether autograd holds them or not.
+        computed: of the experts that a router chooses among, those that compute something.
     """
 
     def __init__(
@@ -146,9 +152,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         traced: TracedSize = PRIMES,
         *,
         buffers: Sequence[torch.Tensor] = (),
+        computed: float = 1.0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.computed = computed
+        self.looping: set[str] = set()
+        """Paths of modules that compute one expert after another."""
         self.parameters = {_key(p): name for name, p in parameters.items()}
+        self.sizes = {name: p.numel() for name, p in parameters.items()}
         self.resident = {*self.parameters, *map(_key, buffers)}
         self.values: dict[int, Value] = {}
         self.traced = traced
@@ -182,21 +193,41 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.part.saved[key] = tensor.untyped_storage().nbytes()
         return tensor
 
+    def _inside_loop(self) -> bool:
+        return any(f"{self.path[-1]}.".startswith(f"{path}.") for path in self.looping)
+
     def add(self, op: TracedOp) -> None:
-        """Append to the running part. Raises ModelError where a recurrence goes on and on."""
-        ops = self.part.backward if self.in_backward else self.part.forward
-        ops.append(op)
-        if len(ops) > MOST_OPERATIONS:
-            raise ModelError(
-                f"more than {MOST_OPERATIONS} operations in {op.path or 'one part'}: a recurrence "
-                "written out position by position cannot be traced"
+        """Append to the running part. Raises WrittenOut where a recurrence goes on and on."""
+        (self.part.backward if self.in_backward else self.part.forward).append(op)
+        if len(self.part.forward) > MOST_OPERATIONS:
+            raise WrittenOut(
+                f"more than {MOST_OPERATIONS} operations in {op.path or 'one part'}, for "
+                f"{self.traced.sequence} positions: one position is too much to be traced"
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._chosen(func, args)
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if not self.paused:
             self._record(func, args, kwargs or {}, result)
         return result
+
+    def _chosen(self, func: Any, args: Any) -> Any:
+        """What a loop over the experts that were chosen reads: one expert, of which all choices
+        are, so that the loop is recorded as one grouped matmul. None: it reads no such thing."""
+        if func is torch.ops.aten._local_scalar_dense.default and self.path[-1] in self.looping:
+            return 0
+        if func is not torch.ops.aten.nonzero.default:
+            return None
+        (mask,) = args
+        if mask.dim() == 2 and self.path[-1] in self.looping:
+            each = max(1, round(mask.numel() / self.traced.tokens * self.computed))
+            return mask.new_zeros((each * self.traced.tokens, 2), dtype=torch.long)
+        if mask.dim() == 1 and mask.numel() % self.traced.sequence:
+            self.looping.add(self.path[-1])
+            return mask.new_zeros((1, 1), dtype=torch.long)
+        return None
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = list(_tensors((args, kwargs)))
@@ -209,6 +240,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func._schema.is_mutable and all(_key(t) in keys for t in outs):
             return  # a view: the same value
         name = func._schema.name.split("::")[1]
+        if name == "index" and _key(given[0]) in self.parameters and self._inside_loop():
+            self.parameters[_key(outs[0])] = self.parameters[_key(given[0])]
+            self._kept.append(outs[0])
+            return  # an expert's weights, of those of all
         op = TracedOp(
             name=name,
             kind="pointwise",
@@ -220,6 +255,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if name in PRODUCTS:
             _product(op, name, given, self.parameters)
+            if op.weight and self._inside_loop():
+                op.groups = self.sizes[op.weight] // (op.n * op.k)
         elif used := [self.parameters[k] for k in keys if k in self.parameters]:
             op.weight = used[0]
         self.add(op)

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn import functional
 
 from hocket.models import skeleton
@@ -24,6 +28,7 @@ from hocket.models.trace.record import (
     TracedKernels,
     TracedPart,
     TracedSize,
+    WrittenOut,
 )
 from hocket.spec.errors import ModelError
 
@@ -70,6 +75,8 @@ def run_trace(
         return _run(config, dtype, frozen, traced)
     try:
         return _run(config, dtype, frozen, PRIMES)
+    except WrittenOut:
+        raise
     except ModelError:
         positions = min((n for n in _positions(config)), default=PRIMES.sequence)
         shorter = next((n for n in SHORTER if n + _OFFSET <= positions), None)
@@ -102,7 +109,9 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
     kinds = _kinds(layers)
     picked = sorted(set(kinds))
     parameters = dict(model.named_parameters())
-    recorder = OpRecorder(parameters, traced, buffers=list(model.buffers()))
+    routed, idle = getattr(config, "n_routed_experts", 0), getattr(config, "zero_expert_num", 0)
+    computed = routed / (routed + idle) if idle else 1.0
+    recorder = OpRecorder(parameters, traced, buffers=list(model.buffers()), computed=computed)
     parts = {"embedding": recorder.part, "head": TracedPart(traced)}
     parts |= {str(index): TracedPart(traced) for index in picked}
     following = _Layers(recorder, parts, layers, kinds)
@@ -125,9 +134,16 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
             following.close(loss)
     except ModelError:
         raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        read: Any = error.func
+        raise ModelError(
+            f"how much {config.model_type!r} computes depends on values: "
+            f"{recorder.path[-1] or 'its forward'} reads them ({read.name()})",
+            hint="it runs, without a prediction: hocket train MODEL --layout LAYOUT",
+        ) from error
     except Exception as error:  # the forward of any family may fail in its own way
         raise ModelError(
-            f"{config.model_type!r} cannot be traced without values: "
+            f"{config.model_type!r} does not run in {str(dtype).removeprefix('torch.')}: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     return Run(
@@ -228,6 +244,11 @@ class _Layers:
         wanted = [given] if given is not None else []
         # Gradients of what the part used; what it did not is None.
         wanted += [p for p in _used(output)]
+        if not wanted:
+            raise ModelError(
+                f"the {name} hands on what no recorded operation made: its layers run without a "
+                "graph, and again in backward"
+            )
         recorder.paused = True
         ahead = torch.empty_like(output)
         recorder.paused = False
