@@ -78,6 +78,12 @@ class KernelSpecialization:
     lowest: int = 80
 
     @property
+    def operands(self) -> str:
+        """Their dtype, and whether keys and values are cached in 8 bits."""
+        cached = f", {CACHED_IN_8_BITS}" if self.variant.endswith(CACHED_IN_8_BITS) else ""
+        return str(self.dtype).removeprefix("torch.") + cached
+
+    @property
     def architectures(self) -> tuple[int, ...]:
         """Those it is compiled for."""
         if self.lowest == FIRST_WITH_8_BITS:
@@ -301,15 +307,13 @@ def _results_table(compiled: list[Compiled]) -> str:
     tiles: dict[Any, dict[int, list[Compiled]]] = {}
     for one in compiled:
         c = one.configuration
-        if c.variant.endswith(CACHED_IN_8_BITS):
-            continue
-        key = (c.kernel, c.dtype, c.sizes, c.tile)
+        key = (c.kernel, c.operands, c.sizes, c.tile)
         tiles.setdefault(key, {}).setdefault(one.arch, []).append(one)
-    for (kernel, dtype, sizes, tile), found in tiles.items():
+    for (kernel, operands, sizes, tile), found in tiles.items():
         heads = "/".join(map(str, dict.fromkeys(sizes)))
         cells = [_cell(found[arch]) if arch in found else "-" for arch in archs]
         lines.append(
-            [kernel, str(dtype)[6:], heads, str(tile), str(tile.num_warps),
+            [kernel, operands, heads, str(tile), str(tile.num_warps),
              str(tile.num_stages), *cells]
         )  # fmt: skip
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -338,8 +342,7 @@ both gradients (`hocket.runtime.triton.grouped_gemm`), for dtypes and GPUs for w
 kernel.
 
 With a cache in 8 bits (`hocket serve --kv-cache-dtype fp8`) `attend_kernel` converts keys and
-values to the dtype of the query before it multiplies them. The tests compile these variants too,
-from sm_89 on; the table is of the others.
+values to the dtype of the query before it multiplies them: lines of their own, from sm_89 on.
 
 With weights in 8 bits (`hocket serve --quantization fp8`), on architectures that have 8-bit floats,
 `quantize_rows_kernel` converts the inputs of matmuls, and `grouped_mm_kernel` multiplies experts of
