@@ -46,6 +46,9 @@ SHORTER = (509, 251, 127, 61, 31)
 MOST_OPERATIONS = 2000
 """Of the forward of one part; a block of attention and experts has some hundred."""
 
+FEW_POSITIONS, FOR_FEW = 100, 6
+"""So many times the operations are recorded where a sequence has few positions."""
+
 
 class WrittenOut(ModelError):
     """A part has more operations than any that is not written out position by position."""
@@ -199,9 +202,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, op: TracedOp) -> None:
         """Append to the running part. Raises WrittenOut where a recurrence goes on and on."""
         (self.part.backward if self.in_backward else self.part.forward).append(op)
-        if len(self.part.forward) > MOST_OPERATIONS:
+        most = MOST_OPERATIONS * (1 if self.traced.sequence > FEW_POSITIONS else FOR_FEW)
+        if len(self.part.forward) > most:
             raise WrittenOut(
-                f"more than {MOST_OPERATIONS} operations in {op.path or 'one part'}, for "
+                f"more than {most} operations in {op.path or 'one part'}, for "
                 f"{self.traced.sequence} positions: one position is too much to be traced"
             )
 
