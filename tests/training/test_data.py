@@ -254,7 +254,7 @@ def test_a_record_that_is_not_utf8_is_skipped_only_if_asked(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("contents", "name", "hint"),
     [
-        (gzip.compress(b"text"), "gzip", "mv {file} {file}.gz"),
+        (gzip.compress(b"text", mtime=0), "gzip", "mv {file} {file}.gz"),
         (b"PAR1" + bytes(20), "parquet", "mv {file} {stem}.parquet"),
         (b"PK\3\4" + bytes(20), "zip", "unzip {file}"),
         (b"%PDF-1.7\n\xe2\xe3", "PDF", "pdftotext {file} {stem}.txt"),
