@@ -76,7 +76,7 @@ def _winner(problem: Problem, best: LayoutForecast) -> Iterator[str]:
     kinds = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
     yield (
         f"Peak memory per GPU is {format_bytes(best.memory_high)} at the 95th percentile, of "
-        f"{format_bytes(problem.usable)} that are usable; most of it {kinds}."
+        f"{format_bytes(problem.usable)} that a layout may fill; most of it {kinds}."
     )
     if best.context:
         way = "in a ring" if best.context == "ring" else "by all-to-alls over heads (Ulysses)"
