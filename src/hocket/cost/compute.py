@@ -32,11 +32,11 @@ from hocket.cost.collectives import (
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times, state_times
 from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, matmul_seconds
-from hocket.cost.group_strides import expert_tp, stride
+from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import Layouts
-from hocket.cost.local import divided
+from hocket.cost.local import local_matmul
 from hocket.cost.state import imbalance_of, local_trained
-from hocket.cost.terms import BlockTerms, Floats, Matmul, Terms
+from hocket.cost.terms import BlockTerms, Floats, Terms
 
 UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
 """More where Megatron's fused softmax refuses: (samples x heads of a rank) % 4 != 0."""
@@ -91,7 +91,7 @@ def block_times(
     latent = np.zeros_like(tokens)
     uneven = imbalance_of(at, constants)
     for p in block.products:
-        m, n, k, batch = _local(p, tokens, at, uneven)
+        m, n, k, batch = local_matmul(p, tokens, at, imbalance=uneven)
         once, of_input, of_weight = linear_seconds(device, m, n, k, batch, frozen=p.frozen)
         forward, inputs, weights = forward + once, inputs + of_input, weights + of_weight
         latent = latent + once if p.latent else latent
@@ -100,7 +100,7 @@ def block_times(
     weights = weights + np.where(apart, adding, 0.0)
 
     core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    split = at.stream_ranks
     traffic = element * constants.traffic * tokens / memory
     kernels = block.kernels + core_kernels
     moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
@@ -156,21 +156,6 @@ def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
     small = np.minimum(gpu, cpu) / large
     found: Floats = large * (1 + small**norm) ** (1 / norm)
     return found
-
-
-def _local(
-    one: Matmul, tokens: Floats, at: Layouts, imbalance: Floats
-) -> tuple[Floats, Floats, Floats, Floats | float]:
-    split, n, k = one.split, one.n, one.k
-    rows = tokens * one.count
-    if np.any(one.groups > 1):
-        each = expert_tp(at)
-        held = np.maximum(one.groups / at.ep, 1.0)
-        rows = rows * imbalance / np.where(each < at.tp, at.tp, 1.0) / held
-        return rows, *divided(split, n, k, each), held
-    if split == "outside" and not one.lora:
-        return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
-    return rows, *divided(split, n, k, at.tp), 1.0
 
 
 def _attention(
@@ -237,9 +222,9 @@ def _communication(
     if np.any(block.weights_expert > 0):
         # Tensor ranks that divide an expert gather all rows it gets, and reduce-scatter them.
         sliced = np.where(at.sequence_parallel > 0, model.experts_per_token, 1.0)
-        sliced = np.where(expert_tp(at) > 1, sliced, 0.0)
+        sliced = np.where(at.expert_tp > 1, sliced, 0.0)
         routed = np.maximum(block.reductions_dense + sliced, 0.0)
-        routed = np.where((expert_tp(at) > 1) & (at.sequence_parallel == 0), count, routed)
+        routed = np.where((at.expert_tp > 1) & (at.sequence_parallel == 0), count, routed)
         count = np.where(block.weights_expert > 0, routed, count)
     forward = count * whole * constants.contention * constants.tensor_exposed
     backward = forward
@@ -253,19 +238,14 @@ def _communication(
         forward, backward = forward + line, backward + line
     placed = block.weights_expert + block.weights_expert_whole > 0
     if np.any(at.ep > 1) and np.any(placed):
-        over = expert_tp(at) < at.tp
+        over = at.expert_tp < at.tp
         apart = stride("expert", at)
         nodes = np.maximum(at.ep * apart / platform.machine.domain, 1.0)
         chosen = np.maximum(model.experts_per_token, 1.0)
         reached = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
         once = (np.asarray(constants.once_per_node) > 0) & (nodes > 1)
         copies = model.experts_per_token * np.where(once, reached, 1.0)
-        sent = (
-            imbalance_of(at, constants)
-            * size
-            * copies
-            / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
-        )
+        sent = imbalance_of(at, constants) * size * copies / np.where(over, at.tp, at.stream_ranks)
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
         moved = np.where(placed, moved * constants.expert_exposed, 0.0)
         forward, backward = forward + moved, backward + moved

@@ -36,9 +36,9 @@ def stride(axis: str, at: Layouts) -> Floats:
     if axis == "tp":
         return np.ones_like(at.tp)
     if axis == "expert":
-        return expert_tp(at)
+        return at.expert_tp
     if axis == "expert_data":
-        return expert_tp(at) * at.ep
+        return at.expert_tp * at.ep
     stage = at.tp * at.cp * at.dp
     strides: dict[str, Floats] = {
         "cp": at.tp, "dp": at.tp * at.cp, "pp": stage, "embedding": stage * (at.pp - 1),
@@ -65,10 +65,5 @@ def group_size(axis: str, at: Layouts) -> Floats:
         case "replicas":
             return at.dp / np.minimum(at.shard, at.dp)
         case "expert_data":
-            return np.rint(at.dp * at.cp * at.tp / (expert_tp(at) * at.ep))
+            return np.rint(at.dp * at.cp * at.tp / (at.expert_tp * at.ep))
     return {"tp": at.tp, "cp": at.cp, "dp": at.dp, "pp": at.pp}[axis]
-
-
-def expert_tp(at: Layouts) -> Floats:
-    """Tensor ranks that divide one expert."""
-    return at.etp

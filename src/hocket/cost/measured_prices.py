@@ -98,7 +98,7 @@ class StepProblem:
     @property
     def stream_bytes(self) -> int:
         """What a rank has of a hidden state between blocks, and what stages send each other."""
-        return self.hidden_bytes // self.microbatch.ranks("outside")
+        return self.hidden_bytes // self.microbatch.stream_ranks
 
     def blocks(self, stage: int) -> list[str]:
         """The kinds of the blocks of one stage, in order."""

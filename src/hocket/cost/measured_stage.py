@@ -18,7 +18,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from hocket.cost.device import linear_seconds
-from hocket.cost.local import divided, held_elements, tensor_elements
+from hocket.cost.local import (
+    activation_ranks,
+    divided,
+    held_elements,
+    local_matmul,
+    tensor_elements,
+)
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.recomputed import latent
 from hocket.spec.capabilities import MULTIPLE_OF_8_BITS, NOT_QUANTIZED, STACKED
@@ -91,11 +97,15 @@ class Microbatch:
         """T, of one rank."""
         return self.batch * self.sequence // self.cp
 
-    def ranks(self, split: str) -> int:
-        """Over how many tensor ranks activations of this kind are divided."""
-        if split == "whole":
-            return 1
-        return self.tp if self.slices or split in ("inside", "vocab", "column", "row") else 1
+    @property
+    def expert_tp(self) -> int:
+        """Tensor ranks that divide one expert."""
+        return self.etp or self.tp
+
+    @property
+    def stream_ranks(self) -> int:
+        """Ranks over which tokens outside split layers are divided."""
+        return self.tp if self.slices else 1
 
 
 def stage_blocks(shape: ModelShape, layers: Iterable[int], first: bool, last: bool) -> list[str]:
@@ -207,17 +217,10 @@ def block_seconds(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Se
 def _product(
     product: MatrixProduct, block: BlockShape, microbatch: Microbatch, rates: Rates
 ) -> Seconds:
-    ranks, groups = _ranks(product, block, microbatch.tp), product.groups
-    if groups > 1:
-        ranks, groups = microbatch.etp or ranks, max(1, groups // microbatch.ep)
-    n, k = (max(1, round(x)) for x in divided(product.split, product.n, product.k, ranks))
-    sliced = product.split == "outside" and not product.lora
-    tokens = microbatch.tokens / (microbatch.ranks("outside") if sliced else 1)
-    if product.groups > 1:  # those of all expert ranks; folded tensor ranks bring a share each
-        tokens *= microbatch.ep
-        tokens /= microbatch.tp if microbatch.etp else 1
-    rows = max(1, round(tokens * product.count / product.groups))
-    forward, of_input, of_weight = linear_seconds(rates, rows, n, k, groups, frozen=product.frozen)
+    ranks = _ranks(product, block, microbatch.tp)
+    sizes = local_matmul(product, microbatch.tokens, microbatch, ranks=ranks)
+    m, n, k, batch = (max(1, round(float(size))) for size in sizes)
+    forward, of_input, of_weight = linear_seconds(rates, m, n, k, batch, frozen=product.frozen)
     return Seconds(forward=forward, input=of_input, weight=of_weight)
 
 
@@ -252,7 +255,7 @@ def _seen(core: Attention, sequence: int) -> float:
 
 
 def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Seconds:
-    split = microbatch.ranks(row.split)
+    split = activation_ranks(row.split, microbatch)
     # Elements are of 16 bits, whatever they stand for.
     forward = 2.0 * row.forward * microbatch.tokens / split
     backward = 2.0 * row.backward * microbatch.tokens / split
@@ -362,7 +365,7 @@ def weight_prefix(block: BlockShape, product: MatrixProduct) -> str:
 
 def row_bytes(row: Saved, microbatch: Microbatch) -> float:
     """Bytes on one rank of what a block saves of one microbatch."""
-    split = microbatch.ranks(row.split)
+    split = activation_ranks(row.split, microbatch)
     square = microbatch.sequence if row.square else 1
     return row.bytes * microbatch.tokens * square / split
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
+from hocket.cost.local import activation_ranks, output_split
 from hocket.cost.recomputed import AT_ONCE
 from hocket.cost.state import Parameters, held, imbalance_of, local_parameters, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
@@ -277,7 +278,7 @@ def saved_bytes(
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes per token of a layer: all that its backward needs, what is held until then, and what of
     modules that run again is there at once when it has come to them."""
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    split = at.stream_ranks
     width = constants.element_bytes / TRACED_BYTES
     outside = block.saved_outside + constants.expert_outputs * block.saved_expert_outputs
     inside = block.saved_inside - 0.5 * constants.quantized_inputs * block.saved_inputs_inside
@@ -313,7 +314,7 @@ def saved_bytes(
 
 def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token that the gradients of a layer's weights are computed from."""
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    split = at.stream_ranks
     elements = block.deferred_inside / at.tp + block.deferred_outside / split
     found: Floats = constants.element_bytes * (elements + block.deferred_whole)
     return found
@@ -321,25 +322,23 @@ def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
 
 def _outputs(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of what the matmuls of a block return."""
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     found = np.zeros(at.dp.shape)
     for one in block.products:
-        ranks = at.tp if one.split in ("column", "vocab") else split
+        ranks = activation_ranks(output_split(one.split), at)
         found = found + constants.element_bytes * one.n * one.count / ranks
     return found
 
 
 def _stream(model: Terms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of what goes from layer to layer."""
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
-    found: Floats = constants.element_bytes * model.hidden / split
+    found: Floats = constants.element_bytes * model.hidden / at.stream_ranks
     return found
 
 
 def _working(block: BlockTerms, model: Terms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of a layer's inner gradients at their widest, in addition to the gradient of
     its output, which sequence parallelism gathers."""
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    split = at.stream_ranks
     width = constants.element_bytes / TRACED_BYTES
     by_rank = np.maximum(block.working_inside / at.tp, block.working_outside / split)
     widest = width * np.maximum(by_rank, block.working_whole)
@@ -351,7 +350,7 @@ def _working(block: BlockTerms, model: Terms, at: Layouts, constants: Constants)
 def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of the embedding or the head; the gradient of logits is a second copy, where
     the loss does not overwrite them."""
-    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    split = at.stream_ranks
     width = constants.element_bytes / TRACED_BYTES
     # Shapes of the model's own code have them in fp32, as transformers' loss saves them.
     copies = np.where(np.asarray(constants.logits_in_place) > 0, 0.5, 2.0)

@@ -12,7 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from hocket.cost.local import tensor_elements
+from hocket.cost.local import (
+    activation_ranks,
+    output_split,
+    tensor_elements,
+    weight_gradient_operands,
+)
 from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     behind_first_adapter,
@@ -192,23 +197,15 @@ def _deferred(
     job: StepProblem, block: BlockShape, named: list[tuple[int, Weight]]
 ) -> dict[str, Deferred]:
     """What W computes of a block, by the beginning of its weights' names; `named`: its gradients'
-    indices. An input that several matmuls read is kept once."""
+    indices."""
     found: dict[str, Deferred] = {}
-    tp, outside = job.layout.tp, job.microbatch.ranks("outside")
-    width = job.microbatch.tokens * job.element_bytes
-    inputs = set()
-    for p in block.products:  # a shared input is freed after the first of them
-        if p.frozen or p.bare:
-            continue
-        split_in = tp if p.split == "row" else outside
-        source = p.input or p.name
+    for p, _, (split, elements) in weight_gradient_operands(block):
         prefix = weight_prefix(block, p)
         found[prefix] = Deferred(
             gradients=tuple(i for i, w in named if w.name.startswith(prefix)),
             output=_output_bytes(job, p),
-            input=0 if source in inputs else round(p.k * p.count / split_in * width),
+            input=_tensor_bytes(job, split, elements),  # freed after the first that reads it
         )
-        inputs.add(source)
     return dict(reversed(found.items()))
 
 
@@ -293,7 +290,7 @@ def norm_bytes(job: StepProblem, block: BlockShape) -> int:
     0 where norms are one kernel."""
     if not any(row.name.endswith(":rsqrt") for row in block.saved):
         return 0
-    elements = job.microbatch.tokens * job.shape.hidden // job.microbatch.ranks("outside")
+    elements = job.microbatch.tokens * job.shape.hidden // job.microbatch.stream_ranks
     return 5 * 4 * elements
 
 
@@ -309,9 +306,13 @@ def _head_norm(job: StepProblem, block: BlockShape, rows: dict[str, int]) -> int
 
 def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
     """Of the gradient of a matmul's output."""
-    tp, outside = job.layout.tp, job.microbatch.ranks("outside")
-    split = {"column": tp, "vocab": tp, "outside": outside}.get(product.split, 1)
-    return round(product.n * product.count / split * job.microbatch.tokens * job.element_bytes)
+    return _tensor_bytes(job, output_split(product.split), product.n * product.count)
+
+
+def _tensor_bytes(job: StepProblem, split: str, elements: float) -> int:
+    """Of an activation of so many elements per token on one rank."""
+    ranks = activation_ranks(split, job.microbatch)
+    return round(elements / ranks * job.microbatch.tokens * job.element_bytes)
 
 
 def _working(job: StepProblem, block: BlockShape, saved: dict[str, int]) -> tuple[int, int]:

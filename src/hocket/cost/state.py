@@ -23,7 +23,7 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.constants import Constants
-from hocket.cost.group_strides import expert_tp, group_size, stride
+from hocket.cost.group_strides import group_size, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import BlockTerms, Floats
 
@@ -93,7 +93,7 @@ def _divided(block: BlockTerms, which: str, at: Layouts) -> Parameters:
     )
     # More tensor ranks than key/value heads: each rank holds one head, and several the same one.
     heads = copied * np.maximum(1 / at.tp, 1 / block.copied_units)
-    expert = (sliced / expert_tp(at) + whole) / at.ep
+    expert = (sliced / at.expert_tp + whole) / at.ep
     return Parameters(inside / at.tp + heads + outside, expert)
 
 

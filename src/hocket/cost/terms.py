@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hocket.cost.local import together
+from hocket.cost.local import (
+    INSIDE,
+    OUTSIDE,
+    WHOLE,
+    divided_by,
+    together,
+    weight_gradient_operands,
+)
 from hocket.cost.recomputed import freed, freed_fused, latent
 from hocket.spec.model_shape import BlockShape, ModelShape, Weight
 from hocket.spec.recompute import MADE_AGAIN
@@ -249,7 +256,7 @@ def _freed(block: BlockShape, kind: str, eager: bool) -> Freed:
     sums = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
     for row, part in rows:
         if row.view in ("eager" if eager else "fused", "both") and not row.square:
-            sums[_divided(row.split)] += part * row.bytes
+            sums[divided_by(row.split)] += part * row.bytes
     return Freed(kind, **{name: _one(value) for name, value in sums.items()})
 
 
@@ -276,7 +283,7 @@ def _routed(block: BlockShape, views: Sequence[str], *splits: str) -> float:
         if row.name.removesuffix(" input").partition(":")[0] in experts
         and row.view in views
         and not row.square
-        if _divided(row.split) in splits
+        if divided_by(row.split) in splits
     )
 
 
@@ -295,25 +302,18 @@ def _working(block: BlockShape) -> dict[str, float]:
     for row in block.saved:
         shown = row.view in ("eager", "both") and not row.square
         if shown and not row.name.startswith(("input", *last)):
-            split = _divided(row.split)
+            split = divided_by(row.split)
             found[split] = max(found[split], 2.0 * row.bytes)
     return found
 
 
 def _deferred(block: BlockShape) -> dict[str, float]:
     """Elements per token from which the gradients of linear layers' weights are computed, by what
-    divides them; an input that several matmuls read is kept once."""
-    found = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
-    inputs = set()
-    output = {"column": "inside", "vocab": "inside", "outside": "outside"}
-    for p in block.products:
-        if p.frozen or p.bare:
-            continue
-        found[output.get(p.split, "whole")] += p.n * p.count
-        source = p.input or p.name
-        if source not in inputs:
-            found["inside" if p.split == "row" else "outside"] += p.k * p.count
-        inputs.add(source)
+    divides them."""
+    found = {INSIDE: 0.0, OUTSIDE: 0.0, WHOLE: 0.0}
+    for _, *operands in weight_gradient_operands(block):
+        for split, elements in operands:
+            found[split] += elements
     return found
 
 
@@ -332,11 +332,6 @@ def _inputs(block: BlockShape, *, outside: bool) -> float:
         if p.input.rpartition(":")[2] == "attention" and (p.split == "outside") == outside
     )
     return own - again
-
-
-def _divided(split: str) -> str:
-    """What divides a saved tensor: tp, tp with sequence parallelism alone, or nothing."""
-    return split if split in ("outside", "whole") else "inside"
 
 
 def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> BlockTerms:
@@ -360,7 +355,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
             for s in block.saved
             if s.view in views or (square and s.view == "core")
             if s.square == square and s.selective == core
-            if square or core or _divided(s.split) == split
+            if square or core or divided_by(s.split) == split
         ]
         return _one(sum(s.bytes for s in chosen))
 
@@ -369,7 +364,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
 
     units = min((a.kv_heads for a in block.attention), default=0)
 
-    def divided_by(w: Weight, held: int) -> str:
+    def placed(w: Weight, held: int) -> str:
         """Stacked experts count as such also where tensor parallelism does not split them."""
         if w.split == "expert":
             return "expert"
@@ -385,7 +380,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
                 elements * w.stored
                 for w in block.weights
                 for elements, held in w.segments
-                if not (trained and w.frozen) and divided_by(w, held) == kind
+                if not (trained and w.frozen) and placed(w, held) == kind
             )
         )
 
