@@ -34,7 +34,7 @@ from hocket.cost.context import context_times, state_times
 from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, matmul_seconds
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import Layouts
-from hocket.cost.local import local_matmul
+from hocket.cost.local import local_matmul, visible_share
 from hocket.cost.state import imbalance_of, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -174,10 +174,11 @@ def _attention(
         divided = core.split != "outside"
         heads = np.maximum(core.heads / at.tp, 1.0) if divided else core.heads
         keys = np.minimum(seq_len, core.window)
-        visible = np.where(keys < seq_len, 1.0, core.visible)
+        visible = visible_share(seq_len, core.window, core.causal)
         width = core.head_dim + core.value_dim
         pairs = at.microbatch * heads * queries * keys
-        fused = 2 * pairs * visible * width / (machine.flops * constants.flash_rate)
+        fused = 2 * at.microbatch * heads * queries * seq_len * visible * width
+        fused = fused / (machine.flops * constants.flash_rate)
         plain = matmul_seconds(queries, keys, core.head_dim, platform, at.microbatch * heads)
         plain = plain + matmul_seconds(
             queries, core.value_dim, keys, platform, at.microbatch * heads

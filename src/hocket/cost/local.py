@@ -86,6 +86,17 @@ def local_matmul(
     return rows, *divided(one.split, one.n, one.k, at.tp if ranks is None else ranks), 1
 
 
+def visible_share(sequence: Any, window: Any, causal: Any) -> Any:
+    """Which part of S x S scores is seen: of a causal mask half, less what a window of w keys cuts
+    off, w (2S - w) / 2 S^2; without a mask w / S. The diagonal, 1 / 2S, counts as half of it.
+
+    Args:
+        sequence: S. window: w; infinite without one. causal: 1 or 0.
+    """
+    part = np.minimum(window / sequence, 1.0)
+    return part * np.where(causal, (2.0 - part) / 2.0, 1.0)
+
+
 def divided_by(split: str) -> str:
     """What divides an activation: tensor ranks (`inside`), those that divide the sequence
     (`outside`), or nothing (`whole`)."""

@@ -15,6 +15,7 @@ Legend: B rows of a microbatch, S sequence, T = B S tokens, t tensor ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from hocket.cost.device import linear_seconds
@@ -24,6 +25,7 @@ from hocket.cost.local import (
     held_elements,
     local_matmul,
     tensor_elements,
+    visible_share,
 )
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.recomputed import latent
@@ -243,15 +245,10 @@ def _attention(core: Attention, microbatch: Microbatch, rates: Rates) -> Seconds
         forward = b * 2 * rates.product("nn", s, s, core.head_dim) / microbatch.cp
         return Seconds(forward=forward, input=2.5 * forward)
     forward, backward = known
-    seen = _seen(core, microbatch.sequence) / microbatch.cp
+    # Measured causal and without a window: half of the scores.
+    seen = 2 * float(visible_share(microbatch.sequence, core.window or math.inf, True))
+    seen /= microbatch.cp
     return Seconds(forward=forward * seen, input=backward * seen)
-
-
-def _seen(core: Attention, sequence: int) -> float:
-    """Of the positions that a causal kernel looks at, those within a window."""
-    if core.window is None or core.window >= sequence:
-        return 1.0
-    return min(1.0, core.window * (2 * sequence - core.window) / sequence**2)
 
 
 def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Seconds:

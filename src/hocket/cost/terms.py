@@ -60,8 +60,8 @@ class Core:
     kv_heads: Floats
     head_dim: Floats
     value_dim: Floats
-    visible: Floats
-    """Share of the S x S scores that is computed: 1/2 if causal."""
+    causal: Floats
+    """1 where a query sees no later key, else 0."""
     window: Floats
     """Keys seen at most; infinity without a window."""
     passes: Floats
@@ -420,7 +420,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
                 kv_heads=_one(a.kv_heads),
                 head_dim=_one(a.head_dim),
                 value_dim=_one(a.value_dim),
-                visible=_one(0.5 if a.causal else 1.0),
+                causal=_one(a.causal),
                 window=_one(np.inf if a.window is None else a.window),
                 passes=_one(passes),
                 passes_backward=_one(passes_backward),

@@ -1,0 +1,56 @@
+"""What one rank has, counted by hand: scores under a mask, rows and columns of a matmul."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hocket.catalogue.shapes import shape
+from hocket.cost.local import local_matmul, visible_share
+from hocket.cost.measured_stage import Microbatch
+from hocket.spec.layout import Layout
+from tests.support.columns import layout_columns
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 7, 48, 63, 64, 100, None])
+def test_visible_scores_are_those_of_the_mask(window: int | None, causal: bool) -> None:
+    queries, keys = np.indices((64, 64))
+    width = window or 64
+    mask = (keys <= queries) & (keys > queries - width) if causal else keys < width
+    share = visible_share(64.0, window or math.inf, causal)
+    assert share == pytest.approx(mask.mean(), abs=1 / 128)  # half of the diagonal
+
+
+def test_the_widest_window_is_no_window() -> None:
+    """Scores grow with the window without a jump, up to causal attention's half."""
+    shares = [float(visible_share(1000, window, True)) for window in range(1, 1001)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 0.5
+    assert np.diff(shares).max() < 0.0011
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "text", ["dp1", "tp4", "tp4:sequence_parallel=true", "dp4.ep4", "dp2.tp2.ep4.etp1"]
+)
+def test_one_layout_is_a_row_of_many(name: str, text: str) -> None:
+    layout = Layout.parse(text)
+    many = layout_columns([layout, Layout(dp=2)], 8)
+    one = Microbatch(
+        batch=1, sequence=2048, tp=layout.tp, dp=layout.dp, slices=layout.sequence_parallel,
+        ep=layout.ep, etp=layout.etp,
+    )  # fmt: skip
+    for block in shape(name).blocks.values():
+        for product in block.products:
+            here = local_matmul(product, one.tokens, one)
+            there = local_matmul(product, np.array([2048.0, 2048.0]), many)
+            assert [float(np.ravel(x)[0]) for x in there] == [float(x) for x in here]
+            # All ranks together multiply what one would: nothing is left out, nothing twice.
+            m, n, k, batch = map(float, here)
+            copies = 1.0 if product.split != "outside" or layout.sequence_parallel else layout.tp
+            ranks = layout.tp / copies
+            done = m * n * k * batch * ranks
+            assert done == pytest.approx(2048 * product.count * product.n * product.k)
