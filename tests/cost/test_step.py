@@ -260,9 +260,7 @@ def test_experts_are_many_small_products() -> None:
     assert grouped(8192, split) == pytest.approx(grouped(8192, alone), rel=0.1)
     block = terms(shape("mixtral-8x7b")).kinds[0][1]
     at = layout_columns([Layout(dp=8, ep=8, tp=2, microbatches=1)], 8)
-    split = (block.weights_inside + block.weights_copied) / 2
-    held = local_parameters(block, at).total - split - block.weights_outside
-    assert held[0] == 3 * 8 * 4096 * 14336 / 16
+    assert local_parameters(block, at).expert[0] == 3 * 8 * 4096 * 14336 / 16
 
 
 def test_constants_are_few_and_explained() -> None:

@@ -91,7 +91,7 @@ def block_times(
     latent = np.zeros_like(tokens)
     uneven = imbalance_of(at, constants)
     for p in block.products:
-        m, n, k, batch = local_matmul(p, tokens, at, imbalance=uneven)
+        m, n, k, batch = local_matmul(p, tokens, at, shards=p.shards, imbalance=uneven)
         once, of_input, of_weight = linear_seconds(device, m, n, k, batch, frozen=p.frozen)
         forward, inputs, weights = forward + once, inputs + of_input, weights + of_weight
         latent = latent + once if p.latent else latent
@@ -114,11 +114,9 @@ def block_times(
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
-    routed = block.weights_expert + block.weights_expert_whole > 0
-    if np.any(routed):
+    if block.has_experts:
         sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
         apart = element * sorting * uneven * tokens / memory + constants.expert_time
-        apart = np.where(routed, apart, 0.0)
         forward, inputs = forward + apart, inputs + apart
 
     talk, talk_backward, ulysses = _communication(
@@ -220,13 +218,12 @@ def _communication(
         pieces = pieces + group(REDUCE_SCATTER, size, at.tp, one, platform)
         whole = np.where(at.sequence_parallel > 0, pieces, whole)
     count = np.full(tokens.shape, float(block.reductions))
-    if np.any(block.weights_expert > 0):
+    if any(each.expert and each.divided for each in block.weights):
         # Tensor ranks that divide an expert gather all rows it gets, and reduce-scatter them.
         sliced = np.where(at.sequence_parallel > 0, model.experts_per_token, 1.0)
         sliced = np.where(at.expert_tp > 1, sliced, 0.0)
         routed = np.maximum(block.reductions_dense + sliced, 0.0)
-        routed = np.where((at.expert_tp > 1) & (at.sequence_parallel == 0), count, routed)
-        count = np.where(block.weights_expert > 0, routed, count)
+        count = np.where((at.expert_tp > 1) & (at.sequence_parallel == 0), count, routed)
     forward = count * whole * constants.contention * constants.tensor_exposed
     backward = forward
     ulysses = np.zeros(tokens.shape)
@@ -237,8 +234,7 @@ def _communication(
     if np.any(at.cp > 1) and np.any(block.handed_inputs > 0):
         line = state_times(block.handed_inputs, block.handed_state, at, rows, platform)
         forward, backward = forward + line, backward + line
-    placed = block.weights_expert + block.weights_expert_whole > 0
-    if np.any(at.ep > 1) and np.any(placed):
+    if np.any(at.ep > 1) and block.has_experts:
         over = at.expert_tp < at.tp
         apart = stride("expert", at)
         nodes = np.maximum(at.ep * apart / platform.machine.domain, 1.0)
@@ -248,6 +244,6 @@ def _communication(
         copies = model.experts_per_token * np.where(once, reached, 1.0)
         sent = imbalance_of(at, constants) * size * copies / np.where(over, at.tp, at.stream_ranks)
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
-        moved = np.where(placed, moved * constants.expert_exposed, 0.0)
+        moved = moved * constants.expert_exposed
         forward, backward = forward + moved, backward + moved
     return forward, backward, ulysses

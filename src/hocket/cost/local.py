@@ -15,8 +15,8 @@ Legend: T tokens of a rank, t tensor ranks, u units of a weight, E experts, c ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,24 +25,15 @@ from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
 
 INSIDE, OUTSIDE, WHOLE = "inside", "outside", "whole"
 
+Shards = Sequence[tuple[Any, Any]]
+"""(elements of a unit, number of units) of what tensor ranks divide in whole units."""
 
-class Degrees(Protocol):
-    """Over how many ranks tensors are divided: numbers of one layout, or arrays of many.
 
-    Attributes:
-        tp: tensor ranks. ep: ranks over which experts lie. expert_tp: that divide one expert.
-        stream_ranks: over which the tokens outside split layers are divided: tp under sequence
-            parallelism, else 1.
-    """
-
-    @property
-    def tp(self) -> Any: ...
-    @property
-    def ep(self) -> Any: ...
-    @property
-    def expert_tp(self) -> Any: ...
-    @property
-    def stream_ranks(self) -> Any: ...
+Degrees = Any
+"""Over how many ranks tensors are divided, as numbers of one layout (`measured_stage.Microbatch`) or
+arrays of many (`layout_batch.Layouts`): `tp` ranks; `ep` over which experts lie, `expert_tp` that
+divide one; `stream_ranks` that divide the tokens outside split layers, tp under sequence parallelism,
+else 1."""
 
 
 def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:
@@ -67,13 +58,13 @@ def divided(split: str, n: Any, k: Any, ranks: Any) -> tuple[Any, Any]:
 
 
 def local_matmul(
-    one: Any, tokens: Any, at: Degrees, *, ranks: Any = None, imbalance: Any = 1.0
+    one: Any, tokens: Any, at: Degrees, *, shards: Shards = (), imbalance: Any = 1.0
 ) -> tuple[Any, Any, Any, Any]:
     """m, n, k and their number on one rank: `cost.device.Device.matmul` is asked for these.
 
     Args:
         one: a `MatrixProduct`, or a `cost.terms.Matmul` of arrays.
-        tokens: of a rank. ranks: that divide it, where not all tensor ranks do.
+        tokens: of a rank. shards: of its weight.
         imbalance: of experts, tokens of the most loaded rank over the mean.
     """
     rows = tokens * one.count
@@ -83,7 +74,45 @@ def local_matmul(
         return rows, *divided(one.split, one.n, one.k, at.expert_tp), matrices
     if one.split == OUTSIDE and not one.lora:
         rows = rows / at.stream_ranks
-    return rows, *divided(one.split, one.n, one.k, at.tp if ranks is None else ranks), 1
+    n, k = divided(one.split, one.n, one.k, at.tp)
+    if shards and one.split == "row":
+        k = shard_width(shards, at.tp)
+    elif shards:
+        n = shard_width(shards, at.tp)
+    return rows, n, k, 1
+
+
+def shard_width(shards: Shards, ranks: Any) -> Any:
+    """Columns of a matmul (inner elements, if `row`) on the rank with the most."""
+    return sum(width * units_on_rank(units, ranks) for width, units in shards)
+
+
+def units_on_rank(units: Any, ranks: Any) -> Any:
+    """Of the units of a weight, those on the rank with the most, at least one."""
+    return -(-units // ranks) if isinstance(ranks, int) else np.ceil(units / ranks)
+
+
+def matmul_shards(block: BlockShape, product: MatrixProduct) -> Shards:
+    """The shards of the dimension of a matmul that tensor ranks divide, as its weight has them;
+    none where there is no such weight in the block, or experts lie over ranks."""
+    prefix = weight_prefix(block, product)
+    own = next((w for w in block.weights if w.name.startswith(prefix)), None)
+    if own is None or OUTSIDE in (own.split, product.split) or product.groups > 1:
+        return ()
+    whole = product.k if product.split == "row" else product.n
+    rows = [(whole * count, own.elements * units, units) for count, units in own.segments]
+    if any(part % each for part, each, _ in rows):
+        return ()
+    return tuple((part // each, units) for part, each, units in rows)
+
+
+def weight_prefix(block: BlockShape, product: MatrixProduct) -> str:
+    """How the names of a matmul's weight and bias begin. A tied head's matrix has the name of the
+    embedding's."""
+    prefix = f"{product.name}."
+    if block.kind == "head" and not any(w.name.startswith(prefix) for w in block.weights):
+        return next((w.name for w in block.weights if w.split == "vocab"), prefix)
+    return prefix
 
 
 def visible_share(sequence: Any, window: Any, causal: Any) -> Any:
@@ -134,7 +163,7 @@ def tensor_elements(weight: Weight, tp: int) -> int:
     """Elements of a weight on the tensor rank with the most."""
     if weight.split == "outside" or tp == 1:
         return weight.elements
-    return sum(count // units * max(1, -(-units // tp)) for count, units in weight.segments)
+    return sum(count // units * units_on_rank(units, tp) for count, units in weight.segments)
 
 
 def held_elements(weight: Weight, layout: Layout, experts: tuple[str, ...] = ()) -> int:
@@ -143,6 +172,16 @@ def held_elements(weight: Weight, layout: Layout, experts: tuple[str, ...] = ())
     Args:
         experts: beginnings of the names of stacked experts, whatever their split.
     """
-    if weight.split == "expert" or (experts and weight.name.startswith(experts)):
+    if is_expert(weight, experts):
         return tensor_elements(weight, layout.expert_tp) // layout.ep
     return tensor_elements(weight, layout.tp)
+
+
+def is_expert(weight: Weight, experts: tuple[str, ...]) -> bool:
+    """Whether a weight is of experts that may lie over ranks, whatever its split."""
+    return weight.split == "expert" or bool(experts and weight.name.startswith(experts))
+
+
+def stacked_experts(products: Iterable[MatrixProduct]) -> tuple[str, ...]:
+    """How the names of stacked experts' weights begin."""
+    return tuple({p.name: None for p in products if p.groups > 1})

@@ -18,7 +18,7 @@ from hocket.cost.communication import (
     frozen_buckets,
     shared_buckets,
 )
-from hocket.cost.local import held_elements, tensor_elements
+from hocket.cost.local import held_elements, is_expert, stacked_experts, tensor_elements
 from hocket.cost.measured_exchange import exchange_share, exchanges
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
@@ -261,7 +261,7 @@ class StepProblem:
 
     def is_placed(self, weight: Weight) -> bool:
         """Whether a weight is of experts that lie over ranks."""
-        return self.layout.splits_experts and weight.name.startswith(self._experts)
+        return self.layout.splits_experts and is_expert(weight, self._experts)
 
     @property
     def state_ranks(self) -> int:
@@ -282,7 +282,7 @@ class StepProblem:
     def _experts(self) -> tuple[str, ...]:
         """Beginnings of the names of stacked experts' weights."""
         blocks = self.shape.blocks.values()
-        return tuple({p.name for block in blocks for p in block.products if p.groups > 1})
+        return stacked_experts(p for block in blocks for p in block.products)
 
     def _tied(self, blocks: Sequence[str]) -> tuple[int, ...]:
         if not self.shape.tied or self.schedule.num_stages == 1:

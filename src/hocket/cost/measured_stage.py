@@ -24,8 +24,11 @@ from hocket.cost.local import (
     divided,
     held_elements,
     local_matmul,
+    matmul_shards,
+    stacked_experts,
     tensor_elements,
     visible_share,
+    weight_prefix,
 )
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.recomputed import latent
@@ -219,21 +222,11 @@ def block_seconds(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Se
 def _product(
     product: MatrixProduct, block: BlockShape, microbatch: Microbatch, rates: Rates
 ) -> Seconds:
-    ranks = _ranks(product, block, microbatch.tp)
-    sizes = local_matmul(product, microbatch.tokens, microbatch, ranks=ranks)
+    shards = matmul_shards(block, product)
+    sizes = local_matmul(product, microbatch.tokens, microbatch, shards=shards)
     m, n, k, batch = (max(1, round(float(size))) for size in sizes)
     forward, of_input, of_weight = linear_seconds(rates, m, n, k, batch, frozen=product.frozen)
     return Seconds(forward=forward, input=of_input, weight=of_weight)
-
-
-def _ranks(product: MatrixProduct, block: BlockShape, tp: int) -> float:
-    """Over how many tensor ranks a matmul is divided, key/value heads held by several counted."""
-    if tp == 1 or product.split == "outside":
-        return 1.0
-    own = next((w for w in block.weights if w.name.startswith(f"{product.name}.")), None)
-    if own is None or own.split == "outside":
-        return float(tp)
-    return own.elements / tensor_elements(own, tp)
 
 
 def _attention(core: Attention, microbatch: Microbatch, rates: Rates) -> Seconds:
@@ -264,8 +257,7 @@ def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Sec
 
 def _loss(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:
     """The runtime's own cross-entropy, over this rank's part of the vocabulary."""
-    head = head_product(block)
-    rows = max(1, round(head.n / _ranks(head, block, microbatch.tp)))
+    rows = max(1, round(logits_width(block, microbatch)))
     known = rates.kernel("cross-entropy", (microbatch.tokens, rows))
     if known is None:
         nbytes = float(microbatch.tokens * rows * BYTES[rates.dtype])
@@ -311,8 +303,7 @@ def saved_rows(
         if row.view in KEPT and not (kind == "head" and row.split == "vocab")
     ]
     if kind == "head":  # the logits, which the loss overwrites by their gradient
-        head = head_product(block)
-        rows = head.n / _ranks(head, block, microbatch.tp)
+        rows = logits_width(block, microbatch)
         found.append(("logits", round(rows * element_bytes * microbatch.tokens)))
     return found
 
@@ -351,13 +342,10 @@ def narrowing(block: BlockShape) -> str:
     return weight_prefix(block, max(rows, key=lambda p: p.k * p.count)) if rows else ""
 
 
-def weight_prefix(block: BlockShape, product: MatrixProduct) -> str:
-    """How the names of a matmul's weight and bias begin. A tied head's matrix has the name of the
-    embedding's."""
-    prefix = f"{product.name}."
-    if block.kind == "head" and not any(w.name.startswith(prefix) for w in block.weights):
-        return next((w.name for w in block.weights if w.split == "vocab"), prefix)
-    return prefix
+def logits_width(block: BlockShape, microbatch: Microbatch) -> float:
+    """Rows of the vocabulary on one rank, as a head's matmul has them."""
+    head = head_product(block)
+    return float(local_matmul(head, 1, microbatch, shards=matmul_shards(block, head))[1])
 
 
 def row_bytes(row: Saved, microbatch: Microbatch) -> float:
@@ -377,7 +365,7 @@ def served_weight_bytes(
     """Of the weights of a server's stage, whose blocks are of these kinds, on its largest tensor
     rank."""
     products = (p for kind in kinds for p in shape.blocks[kind].products)
-    experts = tuple(p.name for p in products if p.groups > 1)
+    experts = stacked_experts(products)
     few, total = eight_bit_weights(quantization, shape, kinds), 0
     for one in weights(shape, kinds):
         held, product = held_elements(one, layout, experts), few.get(one.name)

@@ -17,6 +17,7 @@ from hocket.cost.local import (
     output_split,
     tensor_elements,
     weight_gradient_operands,
+    weight_prefix,
 )
 from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
@@ -25,7 +26,6 @@ from hocket.cost.measured_stage import (
     row_bytes,
     saved_rows,
     trained_weights,
-    weight_prefix,
     weights,
 )
 from hocket.cost.recomputed import freed, made_at_once, rows_after

@@ -70,13 +70,13 @@ class StateSharing:
 
 
 def local_parameters(block: BlockTerms, at: Layouts) -> Parameters:
-    """Parameters of a block on one rank."""
-    return _divided(block, "weights", at)
+    """Parameters of a block on one rank, as stored."""
+    return _on_rank(block, "stored", at)
 
 
 def local_trained(block: BlockTerms, at: Layouts) -> Parameters:
     """Those of `local_parameters` that are trained."""
-    return _divided(block, "trained", at)
+    return _on_rank(block, "trained", at)
 
 
 def imbalance_of(at: Layouts, constants: Constants) -> Floats:
@@ -86,15 +86,14 @@ def imbalance_of(at: Layouts, constants: Constants) -> Floats:
     return found
 
 
-def _divided(block: BlockTerms, which: str, at: Layouts) -> Parameters:
-    inside, copied, outside, sliced, whole = (
-        getattr(block, f"{which}_{kind}")
-        for kind in ("inside", "copied", "outside", "expert", "expert_whole")
-    )
-    # More tensor ranks than key/value heads: each rank holds one head, and several the same one.
-    heads = copied * np.maximum(1 / at.tp, 1 / block.copied_units)
-    expert = (sliced / at.expert_tp + whole) / at.ep
-    return Parameters(inside / at.tp + heads + outside, expert)
+def _on_rank(block: BlockTerms, which: str, at: Layouts) -> Parameters:
+    dense = expert = np.zeros_like(at.dp)
+    for each in block.weights:
+        if each.expert:
+            expert = expert + getattr(each, which) * each.units_on_rank(at.expert_tp) / at.ep
+        else:
+            dense = dense + getattr(each, which) * each.units_on_rank(at.tp)
+    return Parameters(dense, expert)
 
 
 def state_groups(at: Layouts) -> tuple[StateSharing, StateSharing]:

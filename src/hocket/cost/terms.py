@@ -12,6 +12,7 @@ Legend: r rows (1 for one shape), o operations of a block.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,15 @@ from hocket.cost.local import (
     OUTSIDE,
     WHOLE,
     divided_by,
+    is_expert,
+    matmul_shards,
+    stacked_experts,
     together,
+    units_on_rank,
     weight_gradient_operands,
 )
 from hocket.cost.recomputed import freed, freed_fused, latent
-from hocket.spec.model_shape import BlockShape, ModelShape, Weight
+from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape
 from hocket.spec.recompute import MADE_AGAIN
 
 Floats = NDArray[np.float64]
@@ -50,6 +55,30 @@ class Matmul:
     lora: bool = False
     latent: bool = False
     """Whether it projects a latent vector up (MLA), which recompute of modules runs again."""
+    shards: tuple[tuple[Floats, Floats], ...] = ()
+    """As `cost.local.Shards` of its weight, [r] each; of matmuls that run as one, all of theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTerms:
+    """Weights that tensor ranks hold in equal units, [r] each.
+
+    Attributes:
+        expert: of stacked experts, divided by ep as well.
+        divided: whether tensor ranks divide them at all. units: how many there are.
+        stored: elements of a unit, as stored. trained: those of them that are not frozen.
+    """
+
+    expert: bool
+    divided: bool
+    units: Floats
+    stored: Floats
+    trained: Floats
+
+    def units_on_rank(self, ranks: Floats) -> Floats:
+        """Of its units, those on the rank with the most."""
+        found: Floats = units_on_rank(self.units, ranks) if self.divided else self.units
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +137,7 @@ class BlockTerms:
             once each, and gradients of outputs.
         working: gradients of the widest inner tensors at once, in its backward; 0 where kernels are
             fused, whose memory is fitted.
-        weights: parameters by what divides them: tensor parallelism, nothing, experts; `copied`
-            those of `copied_units` key/value heads, which tensor parallelism divides and, where it
-            has more ranks, copies.
-        trained: those of them that are not frozen.
+        weights: parameters by what divides them.
         buffers: elements of tensors that are no parameters, whole on every rank.
     """
 
@@ -146,18 +172,13 @@ class BlockTerms:
     working_inside: Floats
     working_outside: Floats
     working_whole: Floats
-    copied_units: Floats
-    weights_inside: Floats
-    weights_copied: Floats
-    weights_outside: Floats
-    weights_expert: Floats
-    weights_expert_whole: Floats
-    trained_inside: Floats
-    trained_copied: Floats
-    trained_outside: Floats
-    trained_expert: Floats
-    trained_expert_whole: Floats
+    weights: tuple[WeightTerms, ...]
     buffers: Floats
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has stacked experts."""
+        return any(each.expert for each in self.weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +255,8 @@ def structure(model: Terms) -> tuple[Any, ...]:
         (
             b.reductions,
             b.reductions_dense,
-            tuple(p.split for p in b.products),
+            tuple((p.split, len(p.shards)) for p in b.products),
+            tuple((w.expert, w.divided) for w in b.weights),
             tuple(c.split for c in b.cores),
         )
         for b in blocks
@@ -334,10 +356,36 @@ def _inputs(block: BlockShape, *, outside: bool) -> float:
     return own - again
 
 
+def _shards(block: BlockShape, same: Sequence[MatrixProduct]) -> tuple[tuple[Floats, Floats], ...]:
+    """Of matmuls that run as one."""
+    found: dict[int, float] = {}
+    each = [matmul_shards(block, p) for p in same]
+    if not all(each):
+        return ()
+    for width, units in itertools.chain(*(each[:1] if same[0].split == "row" else each)):
+        found[units] = found.get(units, 0.0) + width
+    return tuple((_one(width), _one(units)) for units, width in found.items())
+
+
+def _weights(block: BlockShape) -> tuple[WeightTerms, ...]:
+    experts = stacked_experts(block.products)
+    found: dict[tuple[bool, bool, int], list[float]] = {}
+    for w in block.weights:
+        for count, units in w.segments:
+            divided = w.split != OUTSIDE
+            key = is_expert(w, experts), divided, units if divided else 1
+            row = found.setdefault(key, [0.0, 0.0])
+            row[0] += count * w.stored / key[2]
+            row[1] += 0.0 if w.frozen else count * w.stored / key[2]
+    return tuple(
+        WeightTerms(expert, divided, _one(units), _one(stored), _one(trained))
+        for (expert, divided, units), (stored, trained) in found.items()
+    )
+
+
 def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> BlockTerms:
-    products = [
-        dataclasses.replace(same[0], n=sum(p.n for p in same)) for same in together(block.products)
-    ]
+    merged = together(block.products)
+    products = [dataclasses.replace(same[0], n=sum(p.n for p in same)) for same in merged]
     joined = len(block.products) - len(products)
     summed = sum(p.k for p in block.products) - sum(p.k for p in products)
     sums = sum(m.backward for m in block.memory_bound if m.name == GRADIENT_SUMS)
@@ -359,31 +407,7 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         ]
         return _one(sum(s.bytes for s in chosen))
 
-    experts = tuple(p.name for p in block.products if p.groups > 1)
     outputs = 0.0 if eager else _expert_outputs(block)
-
-    units = min((a.kv_heads for a in block.attention), default=0)
-
-    def placed(w: Weight, held: int) -> str:
-        """Stacked experts count as such also where tensor parallelism does not split them."""
-        if w.split == "expert":
-            return "expert"
-        if experts and w.name.startswith(experts):
-            return "expert_whole"
-        if w.split == "outside":
-            return "outside"
-        return "copied" if held <= units else "inside"
-
-    def weights(kind: str, *, trained: bool = False) -> Floats:
-        return _one(
-            sum(
-                elements * w.stored
-                for w in block.weights
-                for elements, held in w.segments
-                if not (trained and w.frozen) and placed(w, held) == kind
-            )
-        )
-
     squares = [m for m in block.unfused if m.square]
     heads = max(sum(a.heads for a in block.attention), 1)
     passes = sum(m.forward for m in squares) / heads
@@ -411,8 +435,9 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
                 p.frozen,
                 p.lora,
                 latent(p),
+                _shards(block, names),
             )
-            for p in products
+            for p, names in zip(products, merged, strict=True)
         ),
         cores=tuple(
             Core(
@@ -461,16 +486,6 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         working_inside=_one(working.get("inside", 0.0)),
         working_outside=_one(working.get("outside", 0.0)),
         working_whole=_one(working.get("whole", 0.0)),
-        copied_units=_one(max(units, 1)),
-        weights_inside=weights("inside"),
-        weights_copied=weights("copied"),
-        weights_outside=weights("outside"),
-        weights_expert=weights("expert"),
-        weights_expert_whole=weights("expert_whole"),
-        trained_inside=weights("inside", trained=True),
-        trained_copied=weights("copied", trained=True),
-        trained_outside=weights("outside", trained=True),
-        trained_expert=weights("expert", trained=True),
-        trained_expert_whole=weights("expert_whole", trained=True),
+        weights=_weights(block),
         buffers=_one(block.buffers),
     )
