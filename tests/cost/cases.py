@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hocket.cost.communication import Step, communication
-from hocket.cost.communication_table import Table
+from hocket.cost.communication import communication
+from hocket.cost.communication_table import Step, Table, When
 from hocket.cost.stage_communication import StageShare
 from hocket.models.context import attention_cores
 from hocket.models.context_scans import splits_state
@@ -21,6 +21,7 @@ from hocket.spec.model_shape import Handed
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.training.build import build_model
 from tests.runtime import deep_ep_emulated
+from tests.support.shares import layers_share
 
 ROWS, S, H, V = 4, 16, 32, 64
 
@@ -200,7 +201,7 @@ def threads_communication(
         state_bytes: of parameters and buffers, broadcast.
         gradient_bytes: of the parameters' gradients, reduced onto the master.
     """
-    table = Table()
+    table = Table(num_microbatches)
     if replicas > 1:
         for name, nbytes in (
             ("scatter", input_bytes),
@@ -209,7 +210,7 @@ def threads_communication(
             ("scatter", output_bytes),
             ("reduce", gradient_bytes),
         ):
-            table.add(name, "dp", "microbatch", num_microbatches, nbytes)
+            table.add(When.FORWARD, name, "dp", 1, nbytes)
     return table.list()
 
 
@@ -241,7 +242,7 @@ def of_layers(context: Any) -> Any:
     plan, parallel = _built(layout, LLAMA, mesh, 25.0)
     (stage,) = parallel.stages
     share = StageShare.of_plan(plan, stage.placements, stage=stage.index, tp=2, num_stages=2)
-    layers = StageShare.of_layers(
+    layers = layers_share(
         parallel.bounds[stage.index],
         stage=stage.index,
         embedding=stage.is_first,

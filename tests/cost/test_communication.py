@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hocket.cost.communication import (
-    Step,
-    bucket_bytes,
-    communication,
-    differences,
-)
+from hocket.cost.communication import communication, differences
+from hocket.cost.communication_table import Step, bucket_bytes
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
+from tests.support.shares import layers_share
 
 S, B, H, M = 128, 2, 256, 4
 STEP = Step(seq_len=S, microbatch_size=B, num_microbatches=M, hidden_size=H)
@@ -23,12 +20,12 @@ def rows(found: list[dict[str, object]]) -> dict[tuple[object, ...], tuple[objec
 
 
 def test_one_process_does_not_communicate() -> None:
-    share = StageShare.of_layers(4, embedding=True, head=True, gradient_bytes=(100,))
+    share = layers_share(4, embedding=True, head=True, gradient_bytes=(100,))
     assert communication(Layout(), 0, STEP, [share]) == []
 
 
 def test_tensor_parallel_costs_two_and_two_a_layer() -> None:
-    share = StageShare.of_layers(4, embedding=True, head=True, gradient_bytes=(100,))
+    share = layers_share(4, embedding=True, head=True, gradient_bytes=(100,))
     found = rows(communication(Layout(tp=2), 1, STEP, [share]))
     assert found == {
         # 2 forward + 2 backward for each of 4 layers, the embedding's, the head's.
@@ -42,7 +39,7 @@ def test_tensor_parallel_costs_two_and_two_a_layer() -> None:
 def test_a_middle_stage_talks_to_both_neighbours() -> None:
     layout = Layout(pp=3)
     for rank, neighbours in ((0, 1), (1, 2), (2, 1)):
-        share = StageShare.of_layers(2, stage=rank)
+        share = layers_share(2, stage=rank)
         found = rows(communication(layout, rank, STEP, [share]))
         count = neighbours * M
         assert found["send", "pp", "microbatch"] == (count, count * HIDDEN)
@@ -53,7 +50,7 @@ def test_stages_of_one_rank_hand_over_directly() -> None:
     # A V: stages 0 and 3 on rank 0, 1 and 2 on rank 1.
     shares = {0: (0, 3), 1: (1, 2)}
     for rank, stages in shares.items():
-        held = [StageShare.of_layers(1, stage=s, tied_bytes=(64,)) for s in stages]
+        held = [layers_share(1, stage=s, tied_bytes=(64,)) for s in stages]
         layout = Layout(pp=2, virtual_stages=2)
         found = rows(communication(layout, rank, STEP, held, (0, 1, 1, 0)))
         assert found["send", "pp", "microbatch"] == (2 * M, 2 * M * HIDDEN)
@@ -65,13 +62,13 @@ def test_ties_are_summed_between_the_ends_only() -> None:
     layout = Layout(pp=3)
     for rank in range(3):
         tied = (640,) if rank != 1 else ()
-        share = StageShare.of_layers(1, stage=rank, tied_bytes=tied)
+        share = layers_share(1, stage=rank, tied_bytes=tied)
         found = rows(communication(layout, rank, STEP, [share]))
         assert found.get(("all-reduce", "embedding", "step")) == ((1, 640) if tied else None)
 
 
 def test_gradients_travel_once_a_step_whatever_the_microbatches() -> None:
-    share = StageShare.of_layers(1, gradient_bytes=(600_000, 300_000, 500_000, 24_700_000))
+    share = layers_share(1, gradient_bytes=(600_000, 300_000, 500_000, 24_700_000))
     found = rows(communication(Layout(dp=4), 2, STEP, [share]))
     # Besides the gradients, in 2 buckets: the 8 bytes that count the valid tokens.
     assert found == {

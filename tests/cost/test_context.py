@@ -9,7 +9,8 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform, constants
-from hocket.cost.context import BACKWARD, CONTENTION, STEP_SECONDS, ContextTimes, context_times
+from hocket.cost.context import CONTENTION, STEP_SECONDS, ContextTimes, context_times
+from hocket.cost.device import ATTENTION_BACKWARD
 from hocket.cost.machine import machine
 from hocket.cost.terms import terms
 from hocket.spec.layout import Layout
@@ -48,7 +49,7 @@ def test_a_ring_hides_behind_long_attention_but_for_what_they_cost_each_other() 
     assert not found.ulysses[0]
     assert least < found.forward[0] < 1.5 * least + 3e-3  # and the parts that are put together
     back = 2 * tokens * 2 * 2 * 128 * 3 / rate + 20e-6
-    assert back < BACKWARD * attention / 4
+    assert back < ATTENTION_BACKWARD * attention / 4
     assert found.backward[0] == pytest.approx(3 * (CONTENTION * back + STEP_SECONDS), rel=1e-6)
 
 

@@ -105,5 +105,5 @@ def test_each_rank_is_in_one_expert_group() -> None:
     """Also with cp, where groups used to be listed once for each of its ranks, and with etp=1."""
     for text in ("dp2.cp2.tp2.ep4", "cp2.tp4.ep2", "dp2.tp2.ep2.etp1", "dp4.pp2.ep2"):
         layout = Layout.parse(text)
-        ranks = [rank for row in members(layout, "ep") for rank in row]
+        ranks = [rank for row in members(layout, "expert") for rank in row]
         assert sorted(ranks) == list(range(layout.world_size)), text

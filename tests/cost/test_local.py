@@ -15,7 +15,6 @@ from hocket.cost.local import (
     stacked_experts,
     visible_share,
 )
-from hocket.cost.measured_stage import Microbatch
 from hocket.cost.state import local_parameters
 from hocket.cost.terms import terms
 from hocket.spec.layout import Layout
@@ -47,13 +46,9 @@ def test_the_widest_window_is_no_window() -> None:
 def test_one_layout_is_a_row_of_many(name: str, text: str) -> None:
     layout = Layout.parse(text)
     many = layout_columns([layout, Layout(dp=2)], 8)
-    one = Microbatch(
-        batch=1, sequence=2048, tp=layout.tp, dp=layout.dp, slices=layout.sequence_parallel,
-        ep=layout.ep, etp=layout.etp,
-    )  # fmt: skip
     for block in shape(name).blocks.values():
         for product in block.products:
-            here = local_matmul(product, one.tokens, one)
+            here = local_matmul(product, 2048, layout)
             there = local_matmul(product, np.array([2048.0, 2048.0]), many)
             assert [float(np.ravel(x)[0]) for x in there] == [float(x) for x in here]
             # All ranks together multiply what one would: nothing is left out, nothing twice.

@@ -7,7 +7,7 @@ import pytest
 
 from hocket.catalogue.models import config as configuration
 from hocket.cost.measured_memory import memory_rows
-from hocket.cost.measured_prices import StepProblem
+from hocket.cost.step_problem import StepProblem
 from hocket.schedules.registry import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape

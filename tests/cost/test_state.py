@@ -16,9 +16,10 @@ from hocket.cost import collectives, device, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.constants import Constants, constants
 from hocket.cost.machine import machine
-from hocket.cost.measured_prices import StepProblem, resident_bytes
+from hocket.cost.measured_prices import resident_bytes
 from hocket.cost.memory import peak_memory
 from hocket.cost.state import state_groups
+from hocket.cost.step_problem import StepProblem
 from hocket.cost.terms import terms
 from hocket.schedules.registry import build_schedule
 from hocket.spec import legality
@@ -48,8 +49,9 @@ def parameters(model: ModelShape) -> tuple[float, float]:
 
 
 def held(model: ModelShape, tp: int) -> float:
-    """Dense parameters of `tp` tensor ranks together: norms and routers are on every rank, and
-    each key/value head on as many ranks as there are ranks for one."""
+    """Dense parameters of `tp` tensor ranks as full as the first: norms and routers are on every
+    rank, each key/value head on as many ranks as there are ranks for one, and odd vocabularies are
+    padded."""
     names = (*model.layers, "embedding", *(() if model.tied else ("head",)))
     stacked = {p.name for b in model.blocks.values() for p in b.products if p.groups > 1}
     total = 0.0
@@ -57,7 +59,7 @@ def held(model: ModelShape, tp: int) -> float:
         for w in model.blocks[name].weights:
             if w.split == "expert" or w.name.startswith(tuple(stacked) or ("-",)):
                 continue
-            copies = tp if w.split == "outside" else max(1.0, tp / w.units)
+            copies = tp if w.split == "outside" else -(-w.units // tp) * tp / w.units
             total += w.elements * copies
     return total
 

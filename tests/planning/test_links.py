@@ -112,12 +112,23 @@ def test_state_is_sharded_over_data_and_context_ranks() -> None:
     for zero in (0, 1, 3):
         layout = f"dp8.cp2:microbatches=1,zero={zero}"
         found = by_axis(asked, f"{layout},order=dp-cp-tp-pp")
-        assert found["data"].ranks == 16
-        assert found["data"].link.startswith("network")
+        state = found["shard" if zero else "data"]
+        assert state.ranks == 16
+        assert state.link.startswith("network")
         assert "dp" not in found
         # No order brings the group of all ranks onto the links of a node.
         (there,) = plan_one(asked, Layout.parse(layout)).layouts
         assert placed_forecast(asked, there).layout.order == there.layout.order
+
+
+def test_bytes_of_zero_3_by_hand() -> None:
+    """Gradients reduced once a microbatch, layers gathered twice, the ends once: as recorded."""
+    found = by_axis(problem("8xA100-SXM-80"), "dp8:zero=3,microbatches=2")["shard"]
+    model = shapes.shape("llama-2-7b")
+    layers = sum(model.blocks[kind].num_parameters for kind in model.layers)
+    ends = model.num_parameters - layers
+    assert found.bytes == 2 * (4 * model.num_parameters + 2 * (2 * layers + ends))
+    assert found.messages == 2 * (34 + 2 * 32 + 2)
 
 
 def test_every_order_is_looked_at_once() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hocket.catalogue import shapes
 from hocket.cost.measured_links import MeasuredLinks
+from hocket.cost.measured_prices import step_prices
 from hocket.cost.measured_rates import Rates, interpolated_seconds
 from hocket.cost.measured_stage import Microbatch, stage_seconds
 from hocket.planning.machine_choice import (
@@ -17,7 +18,12 @@ from hocket.planning.machine_choice import (
     evaluate_layouts,
     leaner,
 )
-from hocket.planning.machine_forecast import MeasuredMachine, machine_forecast
+from hocket.planning.machine_forecast import (
+    MeasuredMachine,
+    machine_forecast,
+    rates_of,
+    step_problem,
+)
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -253,6 +259,40 @@ def test_collectives_are_those_that_the_runtime_counts() -> None:
     assert sums["bytes"] == sums["count"] * 512 * SHAPE.hidden * 4
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp2", "tp2", "dp2.pp2", "dp2:zero=1", "dp2:zero=3", "dp4:zero=2,shard=2", "cp2.tp2",
+        "tp2:sequence_parallel=true,recompute=full", "pp2.tp2:microbatches=2", "dp2.ep2",
+        "dp2.tp2.ep4.etp1:microbatches=2",
+    ],
+)  # fmt: skip
+def test_a_step_has_the_seconds_of_every_collective_that_is_counted(text: str) -> None:
+    """What a step is priced by, name and axis by name and axis, is what the runtime counts."""
+    layout = Layout.parse(text)
+    job = step_problem(MIXTURE if layout.ep > 1 else SHAPE, layout, WORK)
+    prices = step_prices(job, *rates_of(job, MACHINE))
+    count, index = job.microbatches, layout.pp - 1
+    stage, rank = prices.stages[index], prices.ranks[index]
+    inside = (*stage.forward_collectives, *stage.backward_collectives)
+    once = (*stage.reductions, *rank.sums, prices.loss, prices.norm)
+    priced: dict[tuple[str, str], list[int]] = {}
+    for times, calls in ((count, inside), (1, once)):
+        for one in calls:
+            if one is not None:
+                row = priced.setdefault((one.name, one.axis), [0, 0])
+                row[0] += times
+                row[1] += times * one.bytes
+    (counted,) = job.communication([layout.rank({"pp": index, "cp": layout.cp // 2})])
+    expected: dict[tuple[str, str], list[int]] = {}
+    for row in counted:
+        if row["name"] != "receive" and row["axis"] != "pp":
+            both = expected.setdefault((row["name"], row["axis"]), [0, 0])
+            both[0] += row["count"]
+            both[1] += row["bytes"]
+    assert priced == expected
+
+
 def test_the_forecast_reads_back() -> None:
     best, _ = chosen(MACHINE, [Layout.parse("dp2"), Layout.parse("tp2")])
     assert Forecast.from_json(best.to_json()) == best
@@ -425,7 +465,10 @@ def test_experts_over_ranks_compute_as_much() -> None:
     """Half of the experts for the tokens of two ranks: the matmuls of one rank's own tokens."""
     found = [
         stage_seconds(
-            MIXTURE, MIXTURE.layers, Microbatch(batch=4, sequence=128, dp=2, ep=ep), rates
+            MIXTURE,
+            MIXTURE.layers,
+            Microbatch(batch=4, sequence=128, layout=Layout(dp=2, ep=ep)),
+            rates,
         ).forward
         for rates in [Rates(measured(), "fp32")]
         for ep in (1, 2)

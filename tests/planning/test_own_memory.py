@@ -11,7 +11,7 @@ import pytest
 from hocket.catalogue import shapes
 from hocket.catalogue.hardware import cluster
 from hocket.cost.measured_memory import memory_rows
-from hocket.cost.measured_prices import StepProblem
+from hocket.cost.step_problem import StepProblem
 from hocket.jobs.planner_problem import training_problem
 from hocket.planning.layouts import row
 from hocket.schedules.registry import build_schedule

@@ -2,7 +2,8 @@
 
 What the runtime records, the theory says beforehand, in the same convention: name, mesh axis,
 phase, count, and bytes as the sum of message sizes on this rank (the whole tensor for all-reduce,
-send and receive, the output for all-gather).
+send and receive, the output for all-gather). The prices of a step on a probed machine
+(`cost.measured_prices`) and the links of a layout (`planning.links`) are those of this list.
 
     once a microbatch
         tp   all-reduce    2 forward and 2 backward a layer, each T H e   (Shoeybi et al. 2019, 3)
@@ -44,33 +45,26 @@ element. Axes of one rank do not communicate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.cost.communication_table import (
-    FIRST_BUCKET_BYTES,
     FLOAT,
     INTEGER,
+    CollectiveCall,
     Key,
     Step,
     Table,
-    block_gathers,
+    When,
+    add_sharded,
     bucket_bytes,
+    by_block,
 )
 from hocket.cost.context_communication import add_attention, add_states
 from hocket.cost.expert_communication import add_experts
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
-
-__all__ = [
-    "FIRST_BUCKET_BYTES",
-    "Step",
-    "bucket_bytes",
-    "communication",
-    "differences",
-    "frozen_buckets",
-    "shared_buckets",
-]
+from hocket.spec.process_groups import data_axis
 
 
 def communication(
@@ -83,141 +77,142 @@ def communication(
     """Rows of name, axis, phase, count and bytes of one step on one rank, sorted.
 
     Args:
-        layout: the layout.
         rank: global rank, 0 .. world_size - 1.
-        step: the sizes of the step.
         shares: what this rank holds of each of its stages.
         stage_ranks: stage to pipeline rank. None: stage s lies on rank s mod pp.
     """
     place = list(stage_ranks or [s % layout.pp for s in range(layout.num_stages)])
-    here = layout.coordinate(rank)["pp"]
+    where = layout.coordinate(rank)
     held = list(shares)
-    tp_index = layout.coordinate(rank)["tp"]
-    assert sorted(s.stage for s in held) == [s for s, r in enumerate(place) if r == here], held
-    table, data = Table(), "data" if layout.cp > 1 else "dp"
-    partial: dict[str, int] = {}
+    here = [stage for stage, owner in enumerate(place) if owner == where["pp"]]
+    assert sorted(share.stage for share in held) == here, held
+    table = Table(step.num_microbatches)
     for share in held:
-        if layout.tp > 1:
-            _tensor(table, step, share)
-            _loss(table, step, share, layout.tp)
-            for axis, nbytes in share.partial_bytes.items():
-                partial[axis] = partial.get(axis, 0) + nbytes
-        if share.router_sums and layout.data_degree > 1:
-            size = share.router_sums * FLOAT
-            table.add("all-reduce", data, "microbatch", step.num_microbatches, size)
-        add_experts(table, layout, step, share, tp_index)
-        add_attention(table, layout, step, share)
-        add_states(table, layout, step, share, layout.coordinate(rank)["cp"])
-        _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
-        if layout.data_degree > 1:
-            if layout.zero:
-                _sharded(table, layout, step, share)
-            else:
-                for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
-                    table.add("all-reduce", data, "step", 1, nbytes)
-    for axis, nbytes in partial.items():  # of all stages of the rank in one
-        table.add("all-reduce", axis, "step", 1, nbytes)
-    if held and here in (place[0], place[-1]) and place[0] != place[-1]:
+        table.calls += stage_calls(
+            layout, step, share, place, tp_index=where["tp"], cp_index=where["cp"]
+        )
+    table.calls += rank_calls(layout, step, held, place)
+    return table.list()
+
+
+def stage_calls(
+    layout: Layout,
+    step: Step,
+    share: StageShare,
+    place: Sequence[int],
+    *,
+    tp_index: int = 0,
+    cp_index: int = 0,
+) -> list[CollectiveCall]:
+    """What a rank calls for one of its stages. `place`: stage to pipeline rank."""
+    table = Table(step.num_microbatches)
+    if layout.tp > 1:
+        _tensor(table, step, share)
+    if (
+        layout.tp > 1 and share.split_loss
+    ):  # of each token and rank, a log-sum-exp and a label's logit, in fp32
+        table.add(When.FORWARD, "all-gather", "tp", 1, layout.tp * 2 * step.tokens * FLOAT)
+    data = data_axis(layout)
+    if share.router_sums and layout.data_degree > 1:
+        table.add(When.FORWARD, "all-reduce", data, 1, share.router_sums * FLOAT)
+    add_experts(table, layout, step, share, tp_index)
+    add_attention(table, layout, step, share)
+    add_states(table, layout, step, share, cp_index)
+    _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
+    if layout.data_degree > 1:
+        if layout.zero:
+            _sharded(table, layout, step, share)
+        else:
+            for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
+                table.add(When.REDUCTION, "all-reduce", data, 1, nbytes)
+    return table.calls
+
+
+def rank_calls(
+    layout: Layout, step: Step, held: Sequence[StageShare], place: Sequence[int]
+) -> list[CollectiveCall]:
+    """What a rank calls once a step for all of its stages, of which it has the `held` shares."""
+    table = Table(step.num_microbatches)
+    ends = [share for share in held if share.stage in (0, len(place) - 1)]
+    if ends and place[0] != place[-1]:
         for nbytes in held[0].tied_bytes or held[-1].tied_bytes:
-            table.add("all-reduce", "embedding", "step", 1, nbytes)
+            table.add(When.END, "all-reduce", "embedding", 1, nbytes)
+    partial = (row for share in held if layout.tp > 1 for row in share.partial_bytes.items())
+    for axis, nbytes in by_block(partial):
+        table.add(When.END, "all-reduce", axis, 1, nbytes)
     if layout.data_degree > 1 and step.counts_tokens:
-        table.add("all-reduce", data, "step", 1, INTEGER)
+        table.add(When.END, "all-reduce", data_axis(layout), 1, INTEGER)
     if layout.world_size > 1:
-        table.add("all-reduce", "world", "step", 1, FLOAT)
+        table.add(When.LOSS, "all-reduce", "world", 1, FLOAT)
     apart = any(share.experts for share in held) or (layout.zero and layout.data_degree > 1)
     if step.clips and apart and layout.world_size > 1:
-        table.add("all-reduce", "world", "step", 1, FLOAT)
+        table.add(When.NORM, "all-reduce", "world", 1, FLOAT)
     elif layout.tp * layout.cp * layout.pp > 1 and step.clips:
-        table.add("all-reduce", "model", "step", 1, FLOAT)
-    return table.list()
+        table.add(When.NORM, "all-reduce", "model", 1, FLOAT)
+    return table.calls
 
 
 def _tensor(table: Table, step: Step, share: StageShare) -> None:
     """What split layers cost each microbatch."""
-    number, e = step.num_microbatches, step.element_bytes
-    sums = share.forward_sums + share.backward_sums + share.repeated_sums
-    table.add("all-reduce", "tp", "microbatch", number * sums, step.hidden_bytes)
-    if share.wider:
-        row = table.rows["all-reduce", "tp", "microbatch"]
-        row[1] += number * share.wider * step.tokens * e
-    if share.expert_weights:
-        # They ride along with a gradient of T x H: bytes, but no message of their own.
-        row = table.rows["all-reduce", "tp", "microbatch"]
-        row[1] += number * share.expert_weights * step.tokens * e
-    gathers = (*share.forward_gathers, *share.backward_gathers, *share.repeated_gathers)
-    for width in gathers:
-        table.add("all-gather", "tp", "microbatch", number, step.tokens * width * e)
-    scatters = (*share.forward_scatters, *share.backward_scatters, *share.repeated_scatters)
-    for width in scatters:
-        table.add("reduce-scatter", "tp", "microbatch", number, step.tokens * width * e)
-    for count in (*share.choices, *share.repeated_choices):
-        table.add("all-gather", "tp", "microbatch", number, step.tokens * count * INTEGER)
+    e, forward = step.element_bytes, share.forward_sums
+    backward = share.backward_sums + share.repeated_sums
+    # Routing weights travel with a gradient of T x H: bytes, but no message of their own.
+    wider = (share.wider + share.expert_weights) * step.tokens * e
+    for when, count in ((When.FORWARD, forward), (When.BACKWARD, backward)):
+        last = wider != 0 and when == (When.BACKWARD if backward else When.FORWARD)
+        table.add(when, "all-reduce", "tp", count - last, step.hidden_bytes)
+        table.add(when, "all-reduce", "tp", int(last), step.hidden_bytes + wider)
+    for when, widths in (
+        (When.FORWARD, share.forward_gathers),
+        (When.BACKWARD, (*share.backward_gathers, *share.repeated_gathers)),
+    ):
+        for width in widths:
+            table.add(when, "all-gather", "tp", 1, step.tokens * width * e)
+    for when, widths in (
+        (When.FORWARD, share.forward_scatters),
+        (When.BACKWARD, (*share.backward_scatters, *share.repeated_scatters)),
+    ):
+        for width in widths:
+            table.add(when, "reduce-scatter", "tp", 1, step.tokens * width * e)
+    for when, counts in ((When.FORWARD, share.choices), (When.BACKWARD, share.repeated_choices)):
+        for count in counts:
+            table.add(when, "all-gather", "tp", 1, step.tokens * count * INTEGER)
 
 
 def _sharded(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
-    """ZeRO: gradients reduced in shares, parameters gathered; bytes of whole buckets, whose number
-    of elements is rounded up to a multiple of the ranks."""
+    """ZeRO: gradients reduced in shards, and values gathered; those that are reduced late have
+    buckets of their own, and under ZeRO-3 each block has, frozen ones too."""
     ranks = (layout.shard or layout.dp) * layout.cp
-    for late, nbytes, gathers in shared_buckets(layout, step, share):
-        elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
-        # With backward in two halves a bucket is full once the weights' half has come for all of
-        # it.
-        count = step.num_microbatches if layout.zero > 1 and not late else 1
-        if ranks > 1:
-            table.add("reduce-scatter", "shard", "step", count, elements * step.gradient_bytes)
-            table.add("all-gather", "shard", "step", gathers, elements * step.element_bytes)
-        if ranks < layout.data_degree:
-            table.add("all-reduce", "replicas", "step", 1, elements // ranks * step.gradient_bytes)
-    for nbytes, gathers in frozen_buckets(layout, step, share) if ranks > 1 else ():
-        elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
-        table.add("all-gather", "shard", "step", gathers, elements * step.element_bytes)
-
-
-def shared_buckets(
-    layout: Layout, step: Step, share: StageShare
-) -> Iterator[tuple[bool, int, int]]:
-    """(reduced late, bytes of gradients, gathers of the values in a step) of each bucket."""
+    rows = list(zip(share.gradient_bytes, share.late, share.blocks or share.late, strict=True))
+    buckets: list[tuple[tuple[Any, bool], int]] = []
     for late in (False, True):
-        rows = list(zip(share.gradient_bytes, share.late, strict=True))
-        if layout.zero < 3:
-            sizes = [nbytes for nbytes, is_late in rows if is_late == late]
-            yield from ((late, nbytes, 1) for nbytes in bucket_bytes(sizes, step.bucket_bytes))
-            continue
-        blocks: dict[str, int] = {}
-        for (nbytes, is_late), block in zip(rows, share.blocks, strict=True):
-            if is_late == late:
-                blocks[block] = blocks.get(block, 0) + nbytes
-        for block, nbytes in blocks.items():
-            yield late, nbytes, block_gathers(block, step)
-
-
-def frozen_buckets(layout: Layout, step: Step, share: StageShare) -> Iterator[tuple[int, int]]:
-    """(bytes that gradients would have, gathers of the values in a step) of each bucket of what is
-    frozen: ZeRO-3 shares that out too."""
-    if layout.zero < 3:
-        return
-    buckets: dict[tuple[str, bool], int] = {}
-    for block, nbytes, late in share.frozen:
-        buckets[block, late] = buckets.get((block, late), 0) + nbytes
-    for (block, _), nbytes in buckets.items():
-        yield nbytes, block_gathers(block, step)
-
-
-def _loss(table: Table, step: Step, share: StageShare, tp: int) -> None:
-    """The split loss: of each token and rank, a log-sum-exp and a label's logit, in fp32."""
-    if share.split_loss:
-        nbytes = tp * 2 * step.tokens * FLOAT
-        table.add("all-gather", "tp", "microbatch", step.num_microbatches, nbytes)
+        if layout.zero == 3:
+            buckets += by_block(((b, late), n) for n, is_late, b in rows if is_late == late)
+        else:
+            sizes = [nbytes for nbytes, is_late, _ in rows if is_late == late]
+            buckets += [(("", late), n) for n in bucket_bytes(sizes, step.bucket_bytes)]
+    frozen = by_block(((block, late), nbytes) for block, nbytes, late in share.frozen)
+    if ranks > 1:
+        gradients = [(nbytes, late) for (_, late), nbytes in buckets]
+        held = buckets + (frozen if layout.zero == 3 else [])
+        values = [(block, nbytes) for (block, _), nbytes in held]
+        add_sharded(
+            table, step, "shard", ranks, zero=layout.zero, gradients=gradients, values=values
+        )
+    if ranks < layout.data_degree:
+        for _, nbytes in buckets:
+            elements = -(-nbytes // step.gradient_bytes // ranks)
+            table.add(When.REDUCTION, "all-reduce", "replicas", 1, elements * step.gradient_bytes)
 
 
 def _pipeline(table: Table, step: Step, stage: int, place: Sequence[int], slices: int) -> None:
     """Hidden states (one of their `slices`) forward and their gradients back, where the neighbour
     is another rank."""
     nbytes = step.hidden_bytes // slices
-    for neighbour in (stage - 1, stage + 1):
+    for neighbour, ways in ((stage - 1, ("receive", "send")), (stage + 1, ("send", "receive"))):
         if 0 <= neighbour < len(place) and place[neighbour] != place[stage]:
-            for name in ("send", "receive"):
-                table.add(name, "pp", "microbatch", step.num_microbatches, nbytes)
+            for when, name in zip((When.FORWARD, When.BACKWARD), ways, strict=True):
+                table.add(when, name, "pp", 1, nbytes)
 
 
 def differences(

@@ -1,9 +1,10 @@
-"""Table: collectives of one step by name, axis and phase; and the sizes of the step."""
+"""Table: every collective of one step and when it is called; and the sizes of the step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hocket.spec.plan import AFTER, BEFORE, OTHER
@@ -13,6 +14,23 @@ FLOAT, INTEGER = 4, 8
 
 Key = tuple[str, str, str]
 """(name, axis, phase)."""
+
+
+class When(enum.StrEnum):
+    """When a rank calls a collective: within every forward or backward, once a stage's gradients
+    are there, at the end of a step, and then for the loss and for the gradients' norm."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    REDUCTION = enum.auto()
+    END = enum.auto()
+    LOSS = enum.auto()
+    NORM = enum.auto()
+
+    @property
+    def often(self) -> bool:
+        """Whether in every microbatch."""
+        return self in (When.FORWARD, When.BACKWARD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,54 +78,123 @@ class Step:
         return self.tokens * self.hidden_size * self.element_bytes
 
 
-class Table:
-    """Counts and bytes by (name, axis, phase).
+@dataclasses.dataclass(frozen=True)
+class CollectiveCall:
+    """Collectives of one kind, or messages, of one rank.
 
     Attributes:
-        at_most: rows whose bytes depend on what routers choose, and are the most there can be.
+        count: how many, in every forward or backward, or in a step. bytes: of each.
+        at_most: bytes depend on what routers choose, and are the most there can be.
     """
 
-    def __init__(self) -> None:
-        self.rows: dict[Key, list[int]] = {}
-        self.at_most: set[Key] = set()
+    when: When
+    name: str
+    axis: str
+    count: int
+    bytes: int
+    at_most: bool = False
+
+    @property
+    def phase(self) -> str:
+        """In which the recorder counts it; what ZeRO-3 gathers in a microbatch is the step's."""
+        of_state = self.axis in ("shard", "expert_data")
+        return "microbatch" if self.when.often and not of_state else "step"
+
+
+class Table:
+    """What one rank calls in a step of `num_microbatches`, in order."""
+
+    def __init__(self, num_microbatches: int = 1) -> None:
+        self.num_microbatches = num_microbatches
+        self.calls: list[CollectiveCall] = []
 
     def add(
-        self, name: str, axis: str, phase: str, count: int, nbytes: int, *, at_most: bool = False
+        self, when: When, name: str, axis: str, count: int, nbytes: int, *, at_most: bool = False
     ) -> None:
         """`count` messages of `nbytes` each."""
-        if at_most:
-            self.at_most.add((name, axis, phase))
         if count:
-            row = self.rows.setdefault((name, axis, phase), [0, 0])
-            row[0] += count
-            row[1] += count * nbytes
+            self.calls.append(CollectiveCall(when, name, axis, count, nbytes, at_most))
 
     def list(self) -> list[dict[str, Any]]:
+        """As the recorder counts a step: a row for each name, axis and phase, sorted."""
+        rows: dict[Key, list[int]] = {}
+        for call in self.calls:
+            count = call.count * (self.num_microbatches if call.when.often else 1)
+            row = rows.setdefault((call.name, call.axis, call.phase), [0, 0])
+            row[0] += count
+            row[1] += count * call.bytes
+        at_most = {(c.name, c.axis, c.phase) for c in self.calls if c.at_most}
         return [
             {"name": key[0], "axis": key[1], "phase": key[2], "count": count, "bytes": nbytes}
-            | ({"at_most": True} if key in self.at_most else {})
-            for key, (count, nbytes) in sorted(self.rows.items())
+            | ({"at_most": True} if key in at_most else {})
+            for key, (count, nbytes) in sorted(rows.items())
         ]
 
 
-def bucket_bytes(gradients: Sequence[int], capacity: float) -> list[int]:
-    """Bytes of each gradient bucket: filled from the last parameter to the first.
+def bucket_members(gradients: Sequence[int], capacity: float) -> list[list[int]]:
+    """Indices of the gradients in each bucket, filled from the last parameter to the first.
 
     Backward reaches the last parameters first. The first bucket holds at most 1 MB, so that
     communication begins early; a parameter larger than a bucket has one of its own (after Li et
     al. 2020, section 3.2).
     """
-    filled: list[int] = []
-    limit = min(FIRST_BUCKET_BYTES, capacity)
-    for nbytes in reversed(gradients):
-        if filled and filled[-1] + nbytes <= limit:
-            filled[-1] += nbytes
+    filled: list[list[int]] = []
+    limit, held = min(FIRST_BUCKET_BYTES, capacity), 0
+    for index in reversed(range(len(gradients))):
+        if filled and held + gradients[index] <= limit:
+            filled[-1].append(index)
+            held += gradients[index]
         else:
             limit = capacity if filled else limit
-            filled.append(nbytes)
+            filled.append([index])
+            held = gradients[index]
     return filled
 
 
-def block_gathers(block: str, step: Step) -> int:
-    """How often ZeRO-3 gathers a block in a step."""
-    return (1 if block in (BEFORE, AFTER, OTHER) else 2) * step.num_microbatches
+def bucket_bytes(gradients: Sequence[int], capacity: float) -> list[int]:
+    """Bytes of each of these buckets."""
+    return [sum(gradients[i] for i in own) for own in bucket_members(gradients, capacity)]
+
+
+def add_sharded(
+    table: Table,
+    step: Step,
+    axis: str,
+    ranks: int,
+    *,
+    zero: int,
+    gradients: Sequence[tuple[int, bool]],
+    values: Sequence[tuple[str, int]],
+) -> None:
+    """Add what ZeRO does with one state: gradients reduced in shards, values gathered. Buckets have
+    elements of a multiple of the ranks.
+
+    Args:
+        ranks: that share the state. gradients: of each bucket its bytes, and whether it is late.
+        values: of each bucket its block, and the bytes that gradients would have.
+    """
+
+    def elements(nbytes: int) -> int:
+        return -(-nbytes // step.gradient_bytes // ranks) * ranks
+
+    for nbytes, late in gradients:
+        # With backward in halves a bucket is full once the weights' half has come for all of it.
+        count = step.num_microbatches if zero > 1 and not late else 1
+        size = elements(nbytes) * step.gradient_bytes
+        table.add(When.REDUCTION, "reduce-scatter", axis, count, size)
+    for block, nbytes in values:
+        size = elements(nbytes) * step.element_bytes
+        if zero < 3:
+            table.add(When.END, "all-gather", axis, 1, size)
+            continue
+        again = int(block not in (BEFORE, AFTER, OTHER))  # others stay from forward to backward
+        table.add(When.FORWARD, "all-gather", axis, 1, size)
+        table.add(When.BACKWARD, "all-gather", axis, again, size)
+
+
+def by_block(rows: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:
+    """Bytes summed by their first column."""
+    found: dict[Any, int] = {}
+    for block, nbytes in rows:
+        found[block] = found.get(block, 0) + nbytes
+    return list(found.items())

@@ -22,19 +22,19 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    group,
-)
+from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, group
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times, state_times
-from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, matmul_seconds
+from hocket.cost.device import (
+    ATTENTION_BACKWARD,
+    FittedDevice,
+    fuses_gradients,
+    linear_seconds,
+    matmul_seconds,
+)
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import Layouts
-from hocket.cost.local import local_matmul, visible_share
+from hocket.cost.local import local_matmul, stream_ranks, visible_share
 from hocket.cost.state import imbalance_of, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -48,8 +48,6 @@ KERNEL_FLOOR = 3e-6
 MISALIGNED_RATE = 1 / 32
 """Of the dense rate: attention products whose head width is not a multiple of 8 (no "
 "tensor cores)."""
-
-FLASH_BACKWARD = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,22 +98,23 @@ def block_times(
     weights = weights + np.where(apart, adding, 0.0)
 
     core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
-    split = at.stream_ranks
     traffic = element * constants.traffic * tokens / memory
     kernels = block.kernels + core_kernels
-    moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
+    moved = traffic * block.forward.on_rank(at)
     forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
     # At most: every memory-bound operation of forward. Norms are outside, activations inside.
     modules = {
         "mla_up": latent,
-        "activation": traffic * block.forward_inside / at.tp,
-        "norm": traffic * block.forward_outside / split,
+        "activation": traffic * (block.forward.inside / at.tp + block.forward.whole),
+        "norm": traffic * block.forward.outside / stream_ranks(at),
     }
-    moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
+    moved = traffic * block.backward.on_rank(at)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
     if block.has_experts:
-        sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
+        sorting = (
+            constants.expert_passes * model.experts_per_token * model.hidden / stream_ranks(at)
+        )
         apart = element * sorting * uneven * tokens / memory + constants.expert_time
         forward, inputs = forward + apart, inputs + apart
 
@@ -190,7 +189,7 @@ def _attention(
         passes = scores * constants.softmax
         forward = forward + np.where(flash, fused, plain + core.passes * passes + more)
         backward = backward + np.where(
-            flash, FLASH_BACKWARD * fused, 2 * plain + core.passes_backward * passes + more
+            flash, ATTENTION_BACKWARD * fused, 2 * plain + core.passes_backward * passes + more
         )
         started = EAGER_ATTENTION_KERNELS + np.where(refused, UNFUSED_SOFTMAX_KERNELS, 0.0)
         kernels = kernels + np.where(flash, 0.0, started)
@@ -242,7 +241,7 @@ def _communication(
         reached = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
         once = (np.asarray(constants.once_per_node) > 0) & (nodes > 1)
         copies = model.experts_per_token * np.where(once, reached, 1.0)
-        sent = imbalance_of(at, constants) * size * copies / np.where(over, at.tp, at.stream_ranks)
+        sent = imbalance_of(at, constants) * size * copies / np.where(over, at.tp, stream_ranks(at))
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
         moved = moved * constants.expert_exposed
         forward, backward = forward + moved, backward + moved

@@ -25,16 +25,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
+from hocket.cost.communication_table import FLOAT
 from hocket.cost.constants import Platform
+from hocket.cost.device import ATTENTION_BACKWARD
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import Core, Floats
-
-GRADIENT = 4.0
-"""Bytes of the gradient of a key or value while it travels."""
-
-STATE = 4.0
-"""Bytes of an element of a recurrent state."""
 
 MERGE_BYTES = 14.0
 """Moved per element of the output by a further step: its own part read, the sum of the parts so far
@@ -45,9 +41,6 @@ STEP_SECONDS = 20e-6
 
 CONTENTION = 0.2
 """Of the shorter of computing and sending at once, what the two cost each other."""
-
-BACKWARD = 2.5
-"""Attention's backward over its forward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +93,8 @@ def _ring(
     size = tokens * width
     element = constants.element_bytes
     forward = steps(_hop(element * size, at, platform), attention / ranks) + (ranks - 1) * merge
-    back = _hop((element + GRADIENT) * size, at, platform)
-    backward = steps(back, BACKWARD * attention / ranks)
+    back = _hop((element + FLOAT) * size, at, platform)
+    backward = steps(back, ATTENTION_BACKWARD * attention / ranks)
     return forward, backward
 
 
@@ -126,7 +119,7 @@ def state_times(
         rows: of a microbatch.
     """
     ahead = _hop(platform.constants.element_bytes * rows * inputs, at, platform)
-    line = _hop(STATE * rows * state, at, platform) + STEP_SECONDS
+    line = _hop(FLOAT * rows * state, at, platform) + STEP_SECONDS
     found = 2 * (ahead + STEP_SECONDS) + np.where(state > 0, 2 * (at.cp - 1) * line, 0.0)
     return np.where((at.cp > 1) & (inputs > 0), found, 0.0)
 

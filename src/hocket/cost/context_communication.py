@@ -17,7 +17,7 @@ tensor rank, D and E sizes of keys and values.
 
 from __future__ import annotations
 
-from hocket.cost.communication_table import FLOAT, Step, Table
+from hocket.cost.communication_table import FLOAT, Step, Table, When
 from hocket.cost.stage_communication import StageShare
 from hocket.spec import recompute
 from hocket.spec.layout import Layout
@@ -34,43 +34,53 @@ def add_states(table: Table, layout: Layout, step: Step, share: StageShare, inde
     message of each kind to each neighbour on the line, and as many in backward."""
     neighbours = (index > 0) + (index < layout.cp - 1)
     rows = step.microbatch_size
-    for handed in (*share.handed, *share.handed, *share.handed_again):
-        count = neighbours * step.num_microbatches
-        for name in ("send", "receive"):
-            table.add(name, "cp", "microbatch", count, rows * handed.inputs * step.element_bytes)
-            if handed.state:
-                table.add(name, "cp", "microbatch", count, rows * handed.state * FLOAT)
+    for when, sizes in (
+        (When.FORWARD, share.handed),
+        (When.BACKWARD, (*share.handed, *share.handed_again)),
+    ):
+        for handed in sizes:
+            for name in ("send", "receive"):
+                nbytes = rows * handed.inputs * step.element_bytes
+                table.add(when, name, "cp", neighbours, nbytes)
+                if handed.state:
+                    table.add(when, name, "cp", neighbours, rows * handed.state * FLOAT)
 
 
 def add_attention(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
     """Add what the attention of a stage communicates."""
     if layout.cp == 1:
         return
-    number = step.num_microbatches
     # A core that is run again stops once it has what backward reads: before its outputs leave.
-    outputs_again = number * ("core_attn" not in recompute.modules(layout.recompute))
-    for cores, rounds in (
-        (share.attentions, (number, number, number)),
-        (share.attentions_constant, (number, number, 0)),
-        (share.attentions_again, (number, outputs_again, 0)),
+    leaves_again = "core_attn" not in recompute.modules(layout.recompute)
+    for cores, when, outputs, gradients in (
+        (share.attentions, When.FORWARD, True, False),
+        (share.attentions_constant, When.FORWARD, True, False),
+        (share.attentions_again, When.BACKWARD, leaves_again, False),
+        (share.attentions, When.BACKWARD, True, True),
     ):
         for core in cores:
-            _add_core(table, layout.cp, step, core, rounds)
+            _add_core(table, layout.cp, step, core, when, outputs=outputs, gradients=gradients)
 
 
 def _add_core(
-    table: Table, cp: int, step: Step, core: Attention, rounds: tuple[int, int, int]
+    table: Table,
+    cp: int,
+    step: Step,
+    core: Attention,
+    when: When,
+    *,
+    outputs: bool,
+    gradients: bool,
 ) -> None:
-    """Add one attention. `rounds`: how often its inputs, its outputs and its gradients travel."""
-    inputs, outputs, backward = rounds
+    """Add one way through one attention: its inputs, its `outputs`, and a ring's `gradients`."""
     e, both = step.element_bytes, core.kv_heads * (core.head_dim + core.value_dim)
     if heads_are_split(core, cp, step.context_parallel):
         there = step.tokens * (core.heads * core.head_dim + both) * e
         back = step.tokens * core.heads * core.value_dim * e
-        table.add("all-to-all", "cp", "microbatch", inputs + backward, there)
-        table.add("all-to-all", "cp", "microbatch", outputs + backward, back)
+        table.add(when, "all-to-all", "cp", 1, there)
+        table.add(when, "all-to-all", "cp", int(outputs), back)
         return
     message = step.tokens * both
     for name in ("send", "receive"):
-        table.add(name, "cp", "microbatch", (inputs + backward) * (cp - 1), message * e)
-        table.add(name, "cp", "microbatch", backward * (cp - 1), message * max(e, FLOAT))
+        table.add(when, name, "cp", cp - 1, message * e)
+        table.add(when, name, "cp", int(gradients) * (cp - 1), message * max(e, FLOAT))

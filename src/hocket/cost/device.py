@@ -27,6 +27,9 @@ OPTIMIZER_BYTES = 45.0
 """Moved per parameter by an Adam step in mixed precision: gradient read twice (norm, update), a
 32-bit copy, master and two moments read and written, weight written."""
 
+ATTENTION_BACKWARD = 2.5
+"""Seconds of a fused attention's backward over those of its forward: five products, for two."""
+
 FULL_WIDTH_BYTES = 32.0
 """The same without a master copy: gradient read twice, weight and two moments read and written."""
 

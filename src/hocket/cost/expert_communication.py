@@ -9,9 +9,16 @@ network once for each node, bytes are the router's, and what is expected is the 
 
 from __future__ import annotations
 
-import math
-
-from hocket.cost.communication_table import FLOAT, INTEGER, Step, Table, block_gathers, bucket_bytes
+from hocket.cost.communication_table import (
+    FLOAT,
+    INTEGER,
+    Step,
+    Table,
+    When,
+    add_sharded,
+    bucket_bytes,
+    by_block,
+)
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
 
@@ -20,49 +27,53 @@ def add_experts(table: Table, layout: Layout, step: Step, share: StageShare, tp_
     """Add what the experts of a stage communicate on the tensor rank `tp_index`."""
     if not share.experts:
         return
-    e, number, tp = step.element_bytes, step.num_microbatches, layout.tp
+    e, tp, forward = step.element_bytes, layout.tp, len(share.experts)
+    again, whole_again = len(share.experts_again), share.experts_whole
     whole = layout.etp is not None and tp > 1  # each expert is, and tensor ranks divide tokens
-    sequence = layout.sequence_parallel
     each = -(-step.tokens // tp) if whole else step.tokens
     if layout.ep > 1 and step.expert_nodes > 1:
-        _by_node(table, layout, step, share, each)
+        _by_node(table, step, share, each)
     elif layout.ep > 1:
         rows = step.tokens // tp + (tp_index < step.tokens % tp) if whole else step.tokens
-        message, forward = rows * step.hidden_size * e, len(share.experts)
+        message = rows * step.hidden_size * e
+        turns = 2 * again
         if step.experts_by_library:  # which sums the rows of a token: nothing reads them again
-            turns = 4 * forward + len(share.experts_again) + share.experts_whole
+            turns = again + whole_again
         else:
             message *= step.experts_per_token
-            turns = 4 * forward + 2 * len(share.experts_again)
             for count in share.experts:  # none when a layer is recomputed
-                table.add("all-to-all", "expert", "microbatch", number, count * INTEGER)
-        table.add("all-to-all", "expert", "microbatch", number * turns, message)
-    if whole and not sequence:
+                table.add(When.FORWARD, "all-to-all", "expert", 1, count * INTEGER)
+        table.add(When.FORWARD, "all-to-all", "expert", 2 * forward, message)
+        table.add(When.BACKWARD, "all-to-all", "expert", 2 * forward + turns, message)
+    if whole and not layout.sequence_parallel:
         gathered = tp * each * e
-        outputs = len(share.experts) + share.experts_whole
-        table.add("all-gather", "tp", "microbatch", number * outputs, gathered * step.hidden_size)
-        width = step.hidden_size + step.experts_per_token
-        table.add("all-gather", "tp", "microbatch", number * len(share.experts), gathered * width)
+        for when, count, width in (
+            (When.FORWARD, forward, step.hidden_size),
+            (When.BACKWARD, whole_again, step.hidden_size),
+            (When.BACKWARD, forward, step.hidden_size + step.experts_per_token),
+        ):
+            table.add(when, "all-gather", "tp", count, gathered * width)
     _state(table, layout, step, share)
 
 
-def _by_node(table: Table, layout: Layout, step: Step, share: StageShare, rows: int) -> None:
+def _by_node(table: Table, step: Step, share: StageShare, rows: int) -> None:
     """Dispatch in two levels, of at most `rows` tokens a rank. How many nodes a token goes to, and
     how many rows a node's ranks pass on, the router decides: these are the most there can be."""
-    number, k, nodes = step.num_microbatches, step.experts_per_token, step.expert_nodes
+    k, nodes = step.experts_per_token, step.expert_nodes
     for count in share.experts:
-        table.add("all-to-all", "expert_rail", "microbatch", number, (count + nodes) * INTEGER)
-        table.add("all-to-all", "expert_node", "microbatch", number, count // nodes * INTEGER)
+        table.add(When.FORWARD, "all-to-all", "expert_rail", 1, (count + nodes) * INTEGER)
+        table.add(When.FORWARD, "all-to-all", "expert_node", 1, count // nodes * INTEGER)
     forward, again = len(share.experts), len(share.experts_again)
     crossing, copies = rows * min(k, nodes), rows * nodes * k
     hidden = step.hidden_size * step.element_bytes
-    for axis, times, nbytes in (
-        ("expert_rail", forward + again, crossing * k * INTEGER),  # choices
-        ("expert_rail", 2 * forward + again, crossing * k * max(FLOAT, step.element_bytes)),
-        ("expert_rail", 4 * forward + again + share.experts_whole, crossing * hidden),
-        ("expert_node", 4 * forward + 2 * again, copies * hidden),
+    for axis, early, late, nbytes in (
+        ("expert_rail", forward, again, crossing * k * INTEGER),  # choices
+        ("expert_rail", forward, forward + again, crossing * k * max(FLOAT, step.element_bytes)),
+        ("expert_rail", 2 * forward, 2 * forward + again + share.experts_whole, crossing * hidden),
+        ("expert_node", 2 * forward, 2 * forward + 2 * again, copies * hidden),
     ):
-        table.add("all-to-all", axis, "microbatch", number * times, nbytes, at_most=True)
+        for when, times in ((When.FORWARD, early), (When.BACKWARD, late)):
+            table.add(when, "all-to-all", axis, times, nbytes, at_most=True)
 
 
 def _state(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
@@ -70,27 +81,14 @@ def _state(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
     ranks, axis = layout.expert_copies, "expert_data"
     if ranks == 1:
         return
-    sizes = [nbytes for _, nbytes in share.expert_gradients]
+    buckets = bucket_bytes([nbytes for _, nbytes in share.expert_gradients], step.bucket_bytes)
     if not layout.zero:
-        for nbytes in bucket_bytes(sizes, step.bucket_bytes):
-            table.add("all-reduce", axis, "step", 1, nbytes)
+        for nbytes in buckets:
+            table.add(When.REDUCTION, "all-reduce", axis, 1, nbytes)
         return
-    found = [(nbytes, 1) for nbytes in bucket_bytes(sizes, step.bucket_bytes)]
-    if layout.zero == 3:
-        found = _blocks(share.expert_gradients, step)
-    for nbytes, times in found:
-        elements = math.ceil(nbytes / step.gradient_bytes / ranks) * ranks
-        count = step.num_microbatches if layout.zero > 1 else 1
-        table.add("reduce-scatter", axis, "step", count, elements * step.gradient_bytes)
-        table.add("all-gather", axis, "step", times, elements * step.element_bytes)
-    for nbytes, times in _blocks(share.expert_frozen, step) if layout.zero == 3 else ():
-        elements = math.ceil(nbytes / step.gradient_bytes / ranks) * ranks
-        table.add("all-gather", axis, "step", times, elements * step.element_bytes)
-
-
-def _blocks(rows: tuple[tuple[str, int], ...], step: Step) -> list[tuple[int, int]]:
-    """(bytes, gathers in a step) of each block that ZeRO-3 gathers."""
-    blocks: dict[str, int] = {}
-    for block, nbytes in rows:
-        blocks[block] = blocks.get(block, 0) + nbytes
-    return [(nbytes, block_gathers(block, step)) for block, nbytes in blocks.items()]
+    values = by_block(share.expert_gradients) if layout.zero == 3 else [("", n) for n in buckets]
+    frozen = by_block(share.expert_frozen) if layout.zero == 3 else []
+    gradients = [(nbytes, False) for _, nbytes in values]
+    add_sharded(
+        table, step, axis, ranks, zero=layout.zero, gradients=gradients, values=values + frozen
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -64,11 +63,6 @@ class Layouts:
     def expert_tp(self) -> Floats:
         """Tensor ranks that divide one expert, [r]."""
         return self.etp
-
-    @functools.cached_property
-    def stream_ranks(self) -> Floats:
-        """Ranks over which tokens outside split layers are divided, [r]."""
-        return np.where(self.sequence_parallel > 0, self.tp, 1.0)
 
     @property
     def offloads_optimizer(self) -> np.ndarray:

@@ -30,10 +30,13 @@ Shards = Sequence[tuple[Any, Any]]
 
 
 Degrees = Any
-"""Over how many ranks tensors are divided, as numbers of one layout (`measured_stage.Microbatch`) or
-arrays of many (`layout_batch.Layouts`): `tp` ranks; `ep` over which experts lie, `expert_tp` that
-divide one; `stream_ranks` that divide the tokens outside split layers, tp under sequence parallelism,
-else 1."""
+"""Over how many ranks tensors are divided: a `Layout`, or arrays of many (`layout_batch.Layouts`);
+`tp`, `ep`, `expert_tp` and `sequence_parallel` of it."""
+
+
+def stream_ranks(at: Degrees) -> Any:
+    """That divide the tokens outside split layers: tp under sequence parallelism, else 1."""
+    return 1 + (at.tp - 1) * (at.sequence_parallel > 0)
 
 
 def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:
@@ -73,7 +76,7 @@ def local_matmul(
         rows = rows * imbalance / np.where(at.expert_tp < at.tp, at.tp, 1) / matrices
         return rows, *divided(one.split, one.n, one.k, at.expert_tp), matrices
     if one.split == OUTSIDE and not one.lora:
-        rows = rows / at.stream_ranks
+        rows = rows / stream_ranks(at)
     n, k = divided(one.split, one.n, one.k, at.tp)
     if shards and one.split == "row":
         k = shard_width(shards, at.tp)
@@ -88,7 +91,7 @@ def shard_width(shards: Shards, ranks: Any) -> Any:
 
 
 def units_on_rank(units: Any, ranks: Any) -> Any:
-    """Of the units of a weight, those on the rank with the most, at least one."""
+    """Of the units of a weight, those on the rank with the most; several may hold the same one."""
     return -(-units // ranks) if isinstance(ranks, int) else np.ceil(units / ranks)
 
 
@@ -119,8 +122,7 @@ def visible_share(sequence: Any, window: Any, causal: Any) -> Any:
     """Which part of S x S scores is seen: of a causal mask half, less what a window of w keys cuts
     off, w (2S - w) / 2 S^2; without a mask w / S. The diagonal, 1 / 2S, counts as half of it.
 
-    Args:
-        sequence: S. window: w; infinite without one. causal: 1 or 0.
+    `window` is infinite without one; `causal` 1 or 0.
     """
     part = np.minimum(window / sequence, 1.0)
     return part * np.where(causal, (2.0 - part) / 2.0, 1.0)
@@ -134,7 +136,7 @@ def divided_by(split: str) -> str:
 
 def activation_ranks(split: str, at: Degrees) -> Any:
     """Over how many ranks an activation is divided."""
-    return {INSIDE: at.tp, OUTSIDE: at.stream_ranks, WHOLE: 1}[divided_by(split)]
+    return {INSIDE: at.tp, OUTSIDE: stream_ranks(at), WHOLE: 1}[divided_by(split)]
 
 
 def output_split(split: str) -> str:

@@ -66,9 +66,11 @@ class MeasuredLinks:
         self._cores = measured.host.cores if measured.device == "cpu" else 0
 
     def collective(self, name: str, axis: str, nbytes: int, ranks: int) -> Collective | None:
-        """One collective over `ranks` ranks; None for one rank alone."""
+        """One collective over `ranks` ranks, or a message; None for one rank alone."""
         if ranks < 2:
             return None
+        if name in ("send", "receive"):
+            return self.message(nbytes, axis)
         operation = "all-reduce" if name in ("all-reduce", "barrier") else name
         return self._seconds_of((name, axis, nbytes), operation, ranks)
 

@@ -6,8 +6,9 @@ everything else at the moment at which most is allocated (`cost.replayed_step`).
 
 from __future__ import annotations
 
-from hocket.cost.measured_prices import StepProblem, resident_bytes
+from hocket.cost.measured_prices import resident_bytes
 from hocket.cost.replayed_step import peak_bytes
+from hocket.cost.step_problem import StepProblem
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunSpec, bucket_mb
 from hocket.spec.schedule import Schedule

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from hocket.cost.device import linear_seconds
+from hocket.cost.device import ATTENTION_BACKWARD, linear_seconds
 from hocket.cost.local import (
     activation_ranks,
     divided,
@@ -54,6 +54,9 @@ KEPT = ("eager", "both")
 """Views of rows that an uncompiled model has."""
 SHARED = "shared"
 
+ENDS = {"embedding": BEFORE, "head": AFTER}
+"""Kinds of blocks that are no layers, with the block in which ZeRO-3 gathers them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
@@ -65,52 +68,26 @@ class Seconds:
     first_weight: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            forward=self.forward + other.forward,
-            input=self.input + other.input,
-            weight=self.weight + other.weight,
-            first_weight=self.first_weight + other.first_weight,
-        )
+        return Seconds(**{k: v + getattr(other, k) for k, v in vars(self).items()})
 
     def times(self, count: int) -> Seconds:
         """As often."""
-        return Seconds(
-            forward=self.forward * count,
-            input=self.input * count,
-            weight=self.weight * count,
-            first_weight=self.first_weight * count,
-        )
+        return Seconds(**{k: v * count for k, v in vars(self).items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What one forward is given: B rows of S tokens, over c context ranks, on t tensor ranks of d
-    replicas; with `slices` what is not split lies on slices of the sequence. Experts lie over `ep`
-    ranks, each over `etp` tensor ranks (None: all), with even routing."""
+    """What one forward is given: B rows of S tokens, over the ranks of a layout; experts with even
+    routing."""
 
     batch: int
     sequence: int
-    tp: int = 1
-    dp: int = 1
-    cp: int = 1
-    slices: bool = False
-    ep: int = 1
-    etp: int | None = None
+    layout: Layout
 
     @property
     def tokens(self) -> int:
         """T, of one rank."""
-        return self.batch * self.sequence // self.cp
-
-    @property
-    def expert_tp(self) -> int:
-        """Tensor ranks that divide one expert."""
-        return self.etp or self.tp
-
-    @property
-    def stream_ranks(self) -> int:
-        """Ranks over which tokens outside split layers are divided."""
-        return self.tp if self.slices else 1
+        return self.batch * self.sequence // self.layout.cp
 
 
 def stage_blocks(shape: ModelShape, layers: Iterable[int], first: bool, last: bool) -> list[str]:
@@ -120,30 +97,25 @@ def stage_blocks(shape: ModelShape, layers: Iterable[int], first: bool, last: bo
     return found + (["head"] if last else [])
 
 
-def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
-    """The parameters of a stage in the order of use; a tied one once."""
-    found: dict[str, Weight] = {}
+def placed_weights(shape: ModelShape, blocks: Iterable[str]) -> list[tuple[int, Weight]]:
+    """The parameters of a stage in the order of use, each with the number of its block; a tied one
+    where it comes first."""
+    found: dict[str, tuple[int, Weight]] = {}
     for number, kind in enumerate(blocks):
         for weight in shape.blocks[kind].weights:
-            ends = kind in ("embedding", "head")
-            found.setdefault(weight.name if ends else f"{number}.{weight.name}", weight)
+            name = weight.name if kind in ENDS else f"{number}.{weight.name}"
+            found.setdefault(name, (number, weight))
     return list(found.values())
+
+
+def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
+    """The same without their blocks."""
+    return [weight for _, weight in placed_weights(shape, blocks)]
 
 
 def trained_weights(held: Iterable[Weight]) -> list[Weight]:
     """Those that have a gradient."""
     return [weight for weight in held if not weight.frozen]
-
-
-def weight_blocks(shape: ModelShape, blocks: Iterable[str]) -> list[str]:
-    """The block in which ZeRO-3 gathers each of `weights`, in the same order."""
-    found: dict[str, str] = {}
-    ends = {"embedding": BEFORE, "head": AFTER}
-    for number, kind in enumerate(blocks):
-        for weight in shape.blocks[kind].weights:
-            name = weight.name if kind in ends else f"{number}.{weight.name}"
-            found.setdefault(name, ends.get(kind, str(number)))
-    return list(found.values())
 
 
 def stage_seconds(
@@ -223,29 +195,29 @@ def _product(
     product: MatrixProduct, block: BlockShape, microbatch: Microbatch, rates: Rates
 ) -> Seconds:
     shards = matmul_shards(block, product)
-    sizes = local_matmul(product, microbatch.tokens, microbatch, shards=shards)
+    sizes = local_matmul(product, microbatch.tokens, microbatch.layout, shards=shards)
     m, n, k, batch = (max(1, round(float(size))) for size in sizes)
     forward, of_input, of_weight = linear_seconds(rates, m, n, k, batch, frozen=product.frozen)
     return Seconds(forward=forward, input=of_input, weight=of_weight)
 
 
 def _attention(core: Attention, microbatch: Microbatch, rates: Rates) -> Seconds:
-    heads = core.heads if core.split == "outside" else max(1, core.heads // microbatch.tp)
+    heads = core.heads if core.split == "outside" else max(1, core.heads // microbatch.layout.tp)
     shape = (microbatch.batch, heads, microbatch.sequence, core.head_dim)
     known = rates.kernel("attention", shape)
     if known is None:  # as its four products, forward two
         b, s = microbatch.batch * heads, microbatch.sequence
-        forward = b * 2 * rates.product("nn", s, s, core.head_dim) / microbatch.cp
-        return Seconds(forward=forward, input=2.5 * forward)
+        forward = b * 2 * rates.product("nn", s, s, core.head_dim) / microbatch.layout.cp
+        return Seconds(forward=forward, input=ATTENTION_BACKWARD * forward)
     forward, backward = known
     # Measured causal and without a window: half of the scores.
     seen = 2 * float(visible_share(microbatch.sequence, core.window or math.inf, True))
-    seen /= microbatch.cp
+    seen /= microbatch.layout.cp
     return Seconds(forward=forward * seen, input=backward * seen)
 
 
 def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Seconds:
-    split = activation_ranks(row.split, microbatch)
+    split = activation_ranks(row.split, microbatch.layout)
     # Elements are of 16 bits, whatever they stand for.
     forward = 2.0 * row.forward * microbatch.tokens / split
     backward = 2.0 * row.backward * microbatch.tokens / split
@@ -272,7 +244,7 @@ def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Secon
             continue
         rows = max(1, weight.units)
         width = max(1, weight.elements // rows)
-        held = max(1, tensor_elements(weight, microbatch.tp) // width)
+        held = max(1, tensor_elements(weight, microbatch.layout.tp) // width)
         known = rates.kernel("embedding", (microbatch.tokens, held, width))
         if known is None:
             read = 2.0 * microbatch.tokens * width * BYTES[rates.dtype]
@@ -285,9 +257,11 @@ def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Secon
 def _gradients(held: list[Weight], microbatch: Microbatch, rates: Rates) -> Seconds:
     """Adding to the gradients of the microbatches before; the first are taken as they come, or
     copied into the bucket that is summed over the replicas."""
-    sizes = [tensor_elements(w, microbatch.tp) * GRADIENT_BYTES for w in trained_weights(held)]
+    sizes = [
+        tensor_elements(w, microbatch.layout.tp) * GRADIENT_BYTES for w in trained_weights(held)
+    ]
     added = sum(rates.stream(3.0 * size) for size in sizes)
-    copied = sum(rates.stream(2.0 * size) for size in sizes) if microbatch.dp > 1 else 0.0
+    copied = sum(rates.stream(2.0 * size) for size in sizes) if microbatch.layout.dp > 1 else 0.0
     calls = len(sizes) * rates.backward("add")
     return Seconds(weight=added + calls, first_weight=copied - added)
 
@@ -345,12 +319,12 @@ def narrowing(block: BlockShape) -> str:
 def logits_width(block: BlockShape, microbatch: Microbatch) -> float:
     """Rows of the vocabulary on one rank, as a head's matmul has them."""
     head = head_product(block)
-    return float(local_matmul(head, 1, microbatch, shards=matmul_shards(block, head))[1])
+    return float(local_matmul(head, 1, microbatch.layout, shards=matmul_shards(block, head))[1])
 
 
 def row_bytes(row: Saved, microbatch: Microbatch) -> float:
     """Bytes on one rank of what a block saves of one microbatch."""
-    split = activation_ranks(row.split, microbatch)
+    split = activation_ranks(row.split, microbatch.layout)
     square = microbatch.sequence if row.square else 1
     return row.bytes * microbatch.tokens * square / split
 

@@ -26,10 +26,10 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.local import activation_ranks, output_split
+from hocket.cost.local import activation_ranks, output_split, stream_ranks
 from hocket.cost.recomputed import AT_ONCE
 from hocket.cost.state import Parameters, held, imbalance_of, local_parameters, local_trained
-from hocket.cost.terms import BlockTerms, Floats, Terms
+from hocket.cost.terms import BlockTerms, Divided, Floats, Terms
 
 TRACED_BYTES = 2.0
 """Bytes of an element in the type that shapes are traced in (bf16)."""
@@ -278,15 +278,14 @@ def saved_bytes(
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes per token of a layer: all that its backward needs, what is held until then, and what of
     modules that run again is there at once when it has come to them."""
-    split = at.stream_ranks
     width = constants.element_bytes / TRACED_BYTES
-    outside = block.saved_outside + constants.expert_outputs * block.saved_expert_outputs
-    inside = block.saved_inside - 0.5 * constants.quantized_inputs * block.saved_inputs_inside
-    outside = outside - 0.5 * constants.quantized_inputs * block.saved_inputs_outside
+    outside = block.saved.outside + constants.expert_outputs * block.saved_expert_outputs
+    inside = block.saved.inside - 0.5 * constants.quantized_inputs * block.saved_inputs.inside
+    outside = outside - 0.5 * constants.quantized_inputs * block.saved_inputs.outside
     more = imbalance_of(at, constants) - 1.0
-    inside = inside + more * block.saved_routed_inside
-    outside = outside + more * block.saved_routed_outside
-    plain = width * (inside / at.tp + outside / split + block.saved_whole)
+    inside = inside + more * block.saved_routed.inside
+    outside = outside + more * block.saved_routed.outside
+    plain = width * Divided(inside, outside, block.saved.whole).on_rank(at)
     flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
     square = np.where(flash, block.saved_square_own, block.saved_square)
     scores = square * seq_len / at.tp
@@ -297,11 +296,10 @@ def saved_bytes(
     cores = np.where(half, 0.5 * (whole + inputs), plain)
     kept = np.where(at.recomputes("core_attn"), cores, whole)
     freed = made = np.zeros(at.dp.shape)
-    for one in block.freed:
-        nbytes = one.inside / at.tp + one.outside / split + one.whole
-        nbytes = np.where(at.recomputes(one.kind), width * nbytes, 0.0)
+    for kind, rows in block.freed:
+        nbytes = np.where(at.recomputes(kind), width * rows.on_rank(at), 0.0)
         freed = freed + nbytes
-        made = np.maximum(made, AT_ONCE.get(one.kind, 0) * nbytes)
+        made = np.maximum(made, AT_ONCE.get(kind, 0) * nbytes)
     kept = kept - freed
     own = np.asarray(constants.eager_saved) > 0
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
@@ -314,9 +312,7 @@ def saved_bytes(
 
 def _deferred(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token that the gradients of a layer's weights are computed from."""
-    split = at.stream_ranks
-    elements = block.deferred_inside / at.tp + block.deferred_outside / split
-    found: Floats = constants.element_bytes * (elements + block.deferred_whole)
+    found: Floats = constants.element_bytes * block.deferred.on_rank(at)
     return found
 
 
@@ -331,17 +327,16 @@ def _outputs(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
 
 def _stream(model: Terms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of what goes from layer to layer."""
-    found: Floats = constants.element_bytes * model.hidden / at.stream_ranks
+    found: Floats = constants.element_bytes * model.hidden / stream_ranks(at)
     return found
 
 
 def _working(block: BlockTerms, model: Terms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of a layer's inner gradients at their widest, in addition to the gradient of
     its output, which sequence parallelism gathers."""
-    split = at.stream_ranks
-    width = constants.element_bytes / TRACED_BYTES
-    by_rank = np.maximum(block.working_inside / at.tp, block.working_outside / split)
-    widest = width * np.maximum(by_rank, block.working_whole)
+    width, split = constants.element_bytes / TRACED_BYTES, stream_ranks(at)
+    by_rank = np.maximum(block.working.inside / at.tp, block.working.outside / split)
+    widest = width * np.maximum(by_rank, block.working.whole)
     gathered = constants.element_bytes * model.hidden * (1 - 1 / split)
     found: Floats = widest + np.where(widest > 0, gathered, 0.0)  # of others' stacks it is fitted
     return found
@@ -350,11 +345,11 @@ def _working(block: BlockTerms, model: Terms, at: Layouts, constants: Constants)
 def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of the embedding or the head; the gradient of logits is a second copy, where
     the loss does not overwrite them."""
-    split = at.stream_ranks
     width = constants.element_bytes / TRACED_BYTES
     # Shapes of the model's own code have them in fp32, as transformers' loss saves them.
     copies = np.where(np.asarray(constants.logits_in_place) > 0, 0.5, 2.0)
-    found: Floats = width * (copies * block.saved_inside / at.tp + block.saved_outside / split)
+    inside, outside = copies * block.saved.inside, block.saved.outside
+    found: Floats = width * (inside / at.tp + outside / stream_ranks(at))
     return found
 
 

@@ -15,38 +15,29 @@ import dataclasses
 from hocket.cost.local import (
     activation_ranks,
     output_split,
+    stream_ranks,
     tensor_elements,
     weight_gradient_operands,
     weight_prefix,
 )
-from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
+    ENDS,
     behind_first_adapter,
     narrowing,
+    placed_weights,
     row_bytes,
     saved_rows,
     trained_weights,
-    weights,
 )
 from hocket.cost.recomputed import freed, made_at_once, rows_after
+from hocket.cost.step_problem import StepProblem
 from hocket.spec import recompute
 from hocket.spec.capabilities import OFFLOADED_BYTES
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
 
-ENDS = ("embedding", "head")
 INDICES = (
-    "topk",
-    "sort",
-    "argsort",
-    "floor_divide",
-    "empty_like",
-    "eq",
-    "ne",
-    "lt",
-    "gt",
-    "le",
-    "ge",
-)
+    "topk", "sort", "argsort", "floor_divide", "empty_like", "eq", "ne", "lt", "gt", "le", "ge",
+)  # fmt: skip
 """Operations whose saved output is no activation."""
 
 
@@ -120,9 +111,8 @@ class BlockBytes:
 
 def weights_by_block(job: StepProblem, kinds: list[str]) -> list[list[Weight]]:
     """The parameters of each block of a stage; a tied one where it comes first."""
-    held = weights(job.shape, kinds)
-    counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
-    return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
+    held = placed_weights(job.shape, kinds)
+    return [[weight for at, weight in held if at == number] for number in range(len(kinds))]
 
 
 def blocks_of(
@@ -290,7 +280,7 @@ def norm_bytes(job: StepProblem, block: BlockShape) -> int:
     0 where norms are one kernel."""
     if not any(row.name.endswith(":rsqrt") for row in block.saved):
         return 0
-    elements = job.microbatch.tokens * job.shape.hidden // job.microbatch.stream_ranks
+    elements = job.microbatch.tokens * job.shape.hidden // stream_ranks(job.layout)
     return 5 * 4 * elements
 
 
@@ -311,7 +301,7 @@ def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
 
 def _tensor_bytes(job: StepProblem, split: str, elements: float) -> int:
     """Of an activation of so many elements per token on one rank."""
-    ranks = activation_ranks(split, job.microbatch)
+    ranks = activation_ranks(split, job.layout)
     return round(elements / ranks * job.microbatch.tokens * job.element_bytes)
 
 

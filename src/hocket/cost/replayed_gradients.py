@@ -17,7 +17,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
-from hocket.cost.communication import FIRST_BUCKET_BYTES
+from hocket.cost.communication_table import bucket_members
 from hocket.spec.schedule import BACKWARD, WEIGHT
 
 UNDER_WAY = {1: 2, 2: 2, 3: 1}
@@ -279,14 +279,10 @@ def _filled(
     gradients: Sequence[Gradient], members: Sequence[int], bucket_mb: float
 ) -> list[_Bucket]:
     """Buckets of some gradients, in the order in which backward fills them."""
+    sizes = [gradients[index].nbytes for index in members]
     found: list[_Bucket] = []
-    limit = min(float(FIRST_BUCKET_BYTES), bucket_mb * 1e6)
-    for index in reversed(members):
-        nbytes = gradients[index].nbytes
-        if found and found[-1].nbytes + nbytes <= limit:
-            found[-1].members.append(index)
-            found[-1].nbytes += nbytes
-        else:
-            limit = bucket_mb * 1e6 if found else limit
-            found.append(_Bucket([index], nbytes, gradients[index].late, gradients[index].ranks))
+    for places in bucket_members(sizes, bucket_mb * 1e6):
+        own = [members[place] for place in places]
+        first, nbytes = gradients[own[0]], sum(sizes[place] for place in places)
+        found.append(_Bucket(own, nbytes, first.late, first.ranks))
     return found

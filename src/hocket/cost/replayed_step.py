@@ -17,12 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hocket.cost.measured_prices import StepProblem
-from hocket.cost.measured_stage import (
-    GRADIENT_BYTES,
-    table_bytes,
-    trained_weights,
-)
+from hocket.cost.measured_stage import GRADIENT_BYTES, table_bytes, trained_weights
 from hocket.cost.replayed_blocks import blocks_of, weights_by_block
 from hocket.cost.replayed_gradients import (
     BlockGradients,
@@ -32,6 +27,7 @@ from hocket.cost.replayed_gradients import (
     ReplayedBytes,
     ShardedGradients,
 )
+from hocket.cost.step_problem import StepProblem
 from hocket.spec.schedule import (
     BACKWARD,
     FORWARD,

@@ -1,8 +1,8 @@
 """Share: what one rank holds of one stage, as far as it makes the rank communicate.
 
-A share is read off the plan and the placements of a stage (`StageShare.of_plan`), or made of
-whole layers split as Megatron-LM does (`StageShare.of_layers`). Legend: B batch rows, S sequence,
-H hidden; T = B x S tokens of one microbatch.
+A share is read off the plan and the placements of a stage (`StageShare.of_plan`), or off a model's
+shape (`measured_prices.StepProblem.share`). Legend: B batch rows, S sequence, H hidden; T = B x S
+tokens of one microbatch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from hocket.spec.model_shape import Attention, Handed, ModuleRuns
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment, block_of, matches
 from hocket.spec.process_groups import copies_axis
-
-HALVES = 2
-"""Half-layers of a transformer layer: attention and MLP, each a column then a row product."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,28 +101,6 @@ class StageShare:
     def __post_init__(self) -> None:
         if not self.late:
             object.__setattr__(self, "late", (False,) * len(self.gradient_bytes))
-
-    @classmethod
-    def of_layers(
-        cls,
-        num_layers: int,
-        *,
-        stage: int = 0,
-        embedding: bool = False,
-        head: bool = False,
-        **fields: Any,
-    ) -> StageShare:
-        """`num_layers` layers of two split halves, with a split embedding or output head.
-
-        `fields` are those of the class that layers do not tell (`gradient_bytes` ...).
-        """
-        return cls(
-            stage=stage,
-            forward_sums=HALVES * num_layers + embedding,
-            backward_sums=HALVES * num_layers + head,
-            split_loss=head,
-            **fields,
-        )
 
     @classmethod
     def of_plan(

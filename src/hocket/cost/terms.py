@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from hocket.cost.local import (
     INSIDE,
     OUTSIDE,
     WHOLE,
+    Degrees,
     divided_by,
     is_expert,
     matmul_shards,
     stacked_experts,
+    stream_ranks,
     together,
     units_on_rank,
     weight_gradient_operands,
@@ -101,20 +103,30 @@ class Core:
 
 
 @dataclasses.dataclass(frozen=True)
-class Freed:
-    """Bytes per token that recompute of one kind of module frees of what is saved, by what divides
-    them, [r] each."""
+class Divided:
+    """Sums of elements or bytes per token, by what divides them (`cost.local.divided_by`), [r]."""
 
-    kind: str
     inside: Floats
     outside: Floats
     whole: Floats
 
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, float]]) -> Divided:
+        """Of the rows of one shape: their split and size."""
+        sums = {INSIDE: 0.0, OUTSIDE: 0.0, WHOLE: 0.0}
+        for split, size in rows:
+            sums[divided_by(split)] += size
+        return cls(*map(_one, sums.values()))
+
+    def on_rank(self, at: Degrees) -> Floats:
+        """What a rank has of all of them."""
+        found: Floats = self.inside / at.tp + self.outside / stream_ranks(at) + self.whole
+        return found
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockTerms:
-    """One kind of block. Elements are per token, [r]; `*_outside` is what tensor parallelism
-    divides only with sequence parallelism.
+    """One kind of block. Elements are per token, [r].
 
     Attributes:
         layer: False for the embedding and the head, which are not recomputed.
@@ -125,7 +137,6 @@ class BlockTerms:
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
         saved: bytes held from forward to backward; `core` under selective recompute is not.
-            `whole` is divided by nothing.
             `expert_outputs`, which only the gradient of the routing weights needs, are apart.
             `inputs`: of `saved`, inputs of products that nothing else needs, less half of those
             that attention needs too: what is freed twice over where inputs are saved in 8 bits.
@@ -148,30 +159,20 @@ class BlockTerms:
     cores: tuple[Core, ...]
     handed_inputs: Floats
     handed_state: Floats
-    forward_inside: Floats
-    forward_outside: Floats
-    backward_inside: Floats
-    backward_outside: Floats
+    forward: Divided
+    backward: Divided
     kernels: Floats
     kernels_backward: Floats
-    saved_inside: Floats
-    saved_outside: Floats
-    saved_whole: Floats
+    saved: Divided
     saved_expert_outputs: Floats
-    saved_inputs_inside: Floats
-    saved_inputs_outside: Floats
+    saved_inputs: Divided
     saved_core: Floats
     saved_square: Floats
     saved_square_own: Floats
-    freed: tuple[Freed, ...]
-    saved_routed_inside: Floats
-    saved_routed_outside: Floats
-    deferred_inside: Floats
-    deferred_outside: Floats
-    deferred_whole: Floats
-    working_inside: Floats
-    working_outside: Floats
-    working_whole: Floats
+    freed: tuple[tuple[str, Divided], ...]
+    saved_routed: Divided
+    deferred: Divided
+    working: Divided
     weights: tuple[WeightTerms, ...]
     buffers: Floats
 
@@ -268,18 +269,18 @@ def has_latent(shape: ModelShape) -> bool:
     return any(latent(p) for block in shape.blocks.values() for p in block.products)
 
 
-def _freed(block: BlockShape, kind: str, eager: bool) -> Freed:
+def _freed(block: BlockShape, kind: str, eager: bool) -> Divided:
     """What recompute of one kind of module frees, in bytes."""
     if eager:
         parts = dict(freed(block, (kind,)))
         rows = [(row, parts.get(row.name, 0.0)) for row in block.saved]
     else:
         rows = [(row, 1.0) for row in freed_fused(block, kind)]
-    sums = {"inside": 0.0, "outside": 0.0, "whole": 0.0}
-    for row, part in rows:
-        if row.view in ("eager" if eager else "fused", "both") and not row.square:
-            sums[divided_by(row.split)] += part * row.bytes
-    return Freed(kind, **{name: _one(value) for name, value in sums.items()})
+    return Divided.of(
+        (row.split, part * row.bytes)
+        for row, part in rows
+        if row.view in ("eager" if eager else "fused", "both") and not row.square
+    )
 
 
 def _expert_outputs(block: BlockShape) -> float:
@@ -296,20 +297,20 @@ def _expert_outputs(block: BlockShape) -> float:
     return size if found else 0.0
 
 
-def _routed(block: BlockShape, views: Sequence[str], *splits: str) -> float:
+def _routed(block: BlockShape, views: Sequence[str]) -> Divided:
     """Bytes of what routed experts save on the ranks that hold them."""
     experts = {p.name for p in block.products if p.groups > 1}
-    return sum(
-        row.bytes
+    return Divided.of(
+        # Whole inputs are divided with the sequence, as what other ranks' tokens bring is not.
+        (INSIDE if divided_by(row.split) == INSIDE else OUTSIDE, row.bytes)
         for row in block.saved
         if row.name.removesuffix(" input").partition(":")[0] in experts
         and row.view in views
         and not row.square
-        if divided_by(row.split) in splits
     )
 
 
-def _working(block: BlockShape) -> dict[str, float]:
+def _working(block: BlockShape) -> Divided:
     """Bytes of the gradients of the widest inner tensors at once, as the replay of a step takes
     them (`cost.replayed_blocks`), by what divides them: of two, or of an experts' output that is
     weighted in fp32, which every tensor rank has of all tokens."""
@@ -326,34 +327,25 @@ def _working(block: BlockShape) -> dict[str, float]:
         if shown and not row.name.startswith(("input", *last)):
             split = divided_by(row.split)
             found[split] = max(found[split], 2.0 * row.bytes)
-    return found
+    return Divided.of(found.items())
 
 
-def _deferred(block: BlockShape) -> dict[str, float]:
-    """Elements per token from which the gradients of linear layers' weights are computed, by what
-    divides them."""
-    found = {INSIDE: 0.0, OUTSIDE: 0.0, WHOLE: 0.0}
-    for _, *operands in weight_gradient_operands(block):
-        for split, elements in operands:
-            found[split] += elements
-    return found
-
-
-def _inputs(block: BlockShape, *, outside: bool) -> float:
+def _inputs(block: BlockShape) -> Divided:
     """Bytes of products' inputs; an output of attention is saved in 8 bits as well."""
     names = {f"{p.name} input" for p in block.products if not p.frozen}
-    own = sum(
-        row.bytes
+    own = [
+        (row.split, row.bytes)
         for row in block.saved
         if row.name in names and row.view in ("fused", "both") and not row.square
-        if (row.split == "outside") == outside
-    )
-    again = sum(
-        2.0 * p.k * p.count
+    ]
+    again = [
+        (p.split, -2.0 * p.k * p.count)
         for p in block.products
-        if p.input.rpartition(":")[2] == "attention" and (p.split == "outside") == outside
+        if p.input.rpartition(":")[2] == "attention"
+    ]
+    return Divided.of(
+        (OUTSIDE if split == OUTSIDE else INSIDE, size) for split, size in (*own, *again)
     )
-    return own - again
 
 
 def _shards(block: BlockShape, same: Sequence[MatrixProduct]) -> tuple[tuple[Floats, Floats], ...]:
@@ -390,11 +382,6 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     summed = sum(p.k for p in block.products) - sum(p.k for p in products)
     sums = sum(m.backward for m in block.memory_bound if m.name == GRADIENT_SUMS)
 
-    def elements(phase: str, outside: bool) -> Floats:
-        chosen = [m for m in block.memory_bound if (m.split == "outside") == outside]
-        saved = min(3.0 * summed, sums) if phase == "backward" and outside else 0.0
-        return _one(sum(getattr(m, phase) for m in chosen) - saved)
-
     views = ("eager" if eager else "fused", "both")
 
     def held(split: str, *, core: bool = False, square: bool = False) -> Floats:
@@ -413,8 +400,9 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     passes = sum(m.forward for m in squares) / heads
     passes_backward = sum(m.backward for m in squares) / heads
     others = len(products) + len(block.attention)
-    deferred = _deferred(block)
-    working = _working(block) if eager and layer else {}
+    operands = (side for _, *both in weight_gradient_operands(block) for side in both)
+    rows = block.memory_bound
+    joint = (OUTSIDE, -min(3.0 * summed, sums))
     return BlockTerms(
         layer=layer,
         reductions=len({p.name.split(".")[0] for p in products if p.split == "row" and not p.lora}),
@@ -455,10 +443,8 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
         ),
         handed_inputs=_one(sum(each.inputs for each in block.handed)),
         handed_state=_one(sum(each.state for each in block.handed)),
-        forward_inside=elements("forward", False),
-        forward_outside=elements("forward", True),
-        backward_inside=elements("backward", False),
-        backward_outside=elements("backward", True),
+        forward=Divided.of((m.split, m.forward) for m in rows),
+        backward=Divided.of([*((m.split, m.backward) for m in rows), joint]),
         kernels=_one(others + sum(m.kernels for m in block.memory_bound)),
         kernels_backward=_one(
             others
@@ -466,26 +452,18 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
             + sum(m.backward_kernels for m in block.memory_bound)
             - (joined if sums else 0)
         ),
-        saved_inside=held("inside"),
-        saved_outside=held("outside") - outputs,
-        saved_whole=held("whole"),
+        saved=Divided(held(INSIDE), held(OUTSIDE) - outputs, held(WHOLE)),
         saved_expert_outputs=_one(outputs),
-        saved_inputs_inside=_one(_inputs(block, outside=False)),
-        saved_inputs_outside=_one(_inputs(block, outside=True)),
+        saved_inputs=_inputs(block),
         saved_core=held("inside", core=True),
         saved_square=held("inside", core=True, square=True) + held("inside", square=True),
         saved_square_own=_one(
             sum(s.bytes for s in block.saved if s.square and s.view == "eager" and eager)
         ),
-        freed=tuple(_freed(block, kind, eager) for kind in MADE_AGAIN if layer),
-        saved_routed_inside=_one(_routed(block, views, "inside")),
-        saved_routed_outside=_one(_routed(block, views, "outside", "whole")),
-        deferred_inside=_one(deferred["inside"]),
-        deferred_outside=_one(deferred["outside"]),
-        deferred_whole=_one(deferred["whole"]),
-        working_inside=_one(working.get("inside", 0.0)),
-        working_outside=_one(working.get("outside", 0.0)),
-        working_whole=_one(working.get("whole", 0.0)),
+        freed=tuple((kind, _freed(block, kind, eager)) for kind in MADE_AGAIN if layer),
+        saved_routed=_routed(block, views),
+        deferred=Divided.of(operands),
+        working=_working(block) if eager and layer else Divided.of(()),
         weights=_weights(block),
         buffers=_one(block.buffers),
     )

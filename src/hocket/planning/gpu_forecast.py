@@ -58,10 +58,7 @@ def gpu_forecast(
     plan = plan_one(problem, layout)
     best = plan.best
     rows = tuple(dict(one) for one in memory(layout))
-    links = [
-        dataclasses.replace(one, axis=_recorded(one.axis, layout))
-        for one in axis_links(problem, best.layout)
-    ]
+    links = axis_links(problem, best.layout)
     seconds = best.step_seconds.median
     compute = best.parts["compute"] + best.parts["optimizer"]
     exposed = _exposed(best, links)
@@ -89,17 +86,12 @@ def gpu_forecast(
     return found, timeline
 
 
-def _recorded(axis: str, layout: Layout) -> str:
-    """An axis of the planner by the name of the process group that a run records."""
-    return {"ep": "expert", "dp": "shard" if layout.zero else "dp"}.get(axis, axis)
-
-
 def _exposed(best: LayoutForecast, links: Iterable[AxisLinks]) -> dict[str, float]:
     """Axis to the seconds of its communication that no computation overlaps: each part of the step
     divided over its axes by what they take on their links."""
     by_part: dict[str, dict[str, float]] = {}
     for one in links:
-        part = AXIS_PARTS.get("ep" if one.axis == "expert" else one.axis, DATA_PART)
+        part = AXIS_PARTS.get(one.axis, DATA_PART)
         by_part.setdefault(part, {})[one.axis] = one.seconds
     found = {}
     for part, axes in by_part.items():

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hocket.cost.communication import Step, communication
-from hocket.cost.local import held_elements
 from hocket.cost.measured_links import CROSSED, MeasuredLinks
-from hocket.cost.measured_prices import StepProblem
-from hocket.cost.stage_communication import StageShare
+from hocket.cost.step_problem import StepProblem
 from hocket.planning.problem import Problem
+from hocket.schedules.registry import stage_ranks
 from hocket.spec.cluster import Cluster
 from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import KINDS, LinkKind
 from hocket.spec.links import Links, ring_share
-from hocket.spec.process_groups import data_axis, named_groups
+from hocket.spec.process_groups import named_groups
+from hocket.spec.run import Workload
+from hocket.spec.schedule import Schedule
 
 OTHERS = (
     "nvlink2", "nvlink2-mesh", "nvlink3", "nvlink3-mesh", "nvlink4", "nvlink4-mesh", "nvlink5",
@@ -140,20 +140,16 @@ def probed_axis_links(job: StepProblem, links: MeasuredLinks, rate: float) -> li
         seconds = 0.0
         for _, name, count, nbytes in calls:
             each = round(nbytes / count)
-            one = links.message(each) if axis == "pp" else links.collective(name, axis, each, ranks)
+            one = links.collective(name, axis, each, ranks)
             seconds += count * (one.give + one.wait + one.take) if one else 0.0
         return seconds, rate, CROSSED.get(links.backend, links.backend)
 
-    calls = (
-        [(row["axis"], row["name"], row["count"], float(row["bytes"])) for row in rows]
-        for rows in job.communication()
-    )
-    return _axes(layout, _heaviest(calls), crossing)
+    return _axes(layout, _heaviest(map(_calls, job.communication())), crossing)
 
 
 def members(layout: Layout, axis: str) -> list[tuple[int, ...]]:
     """The groups of ranks of an axis that messages run among."""
-    rows = named_groups(layout, "expert" if axis == "ep" else axis)
+    rows = named_groups(layout, axis)
     if axis == "pp":
         return [pair for row in rows for pair in itertools.pairwise(row)]
     return list(rows)
@@ -233,8 +229,29 @@ def _axes(
 
 def calls_of(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
     """Axis to its collectives on the rank that has most of them; the order changes none."""
-    ranks = (layout.rank({"pp": stage}) for stage in range(layout.pp))
-    return _heaviest(_of_rank(problem, layout, rank) for rank in ranks)
+    width = problem.state_bytes
+    job = StepProblem(
+        shape=problem.shape,
+        layout=dataclasses.replace(layout, pipeline_split=problem.cut(layout)),
+        workload=Workload(seq_len=problem.seq_len, global_batch=problem.global_batch),
+        # Of the schedule only the stages of each rank matter here.
+        schedule=Schedule(
+            name=layout.schedule,
+            num_microbatches=layout.microbatches or 1,
+            stage_ranks=stage_ranks(layout),
+            ranks=(),
+        ),
+        element_bytes=width.element,
+        gradient_bytes=width.gradient,
+        cuda=True,
+    )
+    # Inside the line of context ranks: such a rank sends most.
+    ranks = (layout.rank({"pp": stage, "cp": layout.cp // 2}) for stage in range(layout.pp))
+    return _heaviest(map(_calls, job.communication(ranks)))
+
+
+def _calls(rows: Iterable[Mapping[str, Any]]) -> list[Call]:
+    return [(row["axis"], row["name"], row["count"], float(row["bytes"])) for row in rows]
 
 
 def _heaviest(ranks: Iterable[Iterable[Call]]) -> dict[str, list[Call]]:
@@ -249,70 +266,3 @@ def _heaviest(ranks: Iterable[Iterable[Call]]) -> dict[str, list[Call]]:
             if sum(c[3] for c in calls) > sum(c[3] for c in found.get(axis, [])):
                 found[axis] = calls
     return found
-
-
-def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
-    width = problem.state_bytes
-    count = layout.microbatches or 1
-    rows = max(1, problem.global_batch // (layout.dp * count))
-    step = Step(
-        seq_len=problem.seq_len // layout.cp,
-        microbatch_size=rows,
-        num_microbatches=count,
-        hidden_size=problem.shape.hidden,
-        element_bytes=width.element,
-        gradient_bytes=width.gradient,
-        counts_tokens=False,
-    )
-    place = [stage % layout.pp for stage in range(layout.num_stages)]
-    here = layout.coordinate(rank)["pp"]
-    cut = problem.cut(layout)
-    shares, weights = [], 0.0
-    first = 0
-    for stage, layers in enumerate(cut):
-        kinds = problem.shape.layers[first : first + layers]
-        first += layers
-        if place[stage] != here:
-            continue
-        ends = [n for n, at in (("embedding", 0), ("head", len(cut) - 1)) if at == stage]
-        held = [
-            (block, round(held_elements(w, layout) * width.gradient))
-            for block, name in enumerate((*kinds, *ends))
-            for w in problem.shape.blocks[name].weights
-        ]
-        gradients = [nbytes for _, nbytes in held]
-        weights += sum(gradients) / width.gradient
-        tied = problem.shape.tied and layout.pp > 1 and bool(ends)
-        table = sum(w.elements for w in problem.shape.blocks["head"].weights) / layout.tp
-        share = StageShare.of_layers(
-            len(kinds),
-            stage=stage,
-            embedding="embedding" in ends,
-            head="head" in ends,
-            gradient_bytes=tuple(gradients),
-            blocks=tuple(str(block) for block, _ in held),
-            tied_bytes=(round(table * width.gradient),) if tied else (),
-        )
-        if layout.recompute == "full":
-            again = share.forward_sums + 2 * len(kinds)
-            share = dataclasses.replace(share, forward_sums=again)
-        shares.append(share)
-    layers = sum(len(problem.shape.layers) // len(cut) for _ in shares)
-    for row in communication(layout, rank, step, shares, place):
-        if row["axis"] in ("dp", "data", "shard", "replicas") and layout.zero:
-            continue
-        yield row["axis"], row["name"], row["count"], float(row["bytes"])
-    if layout.dp * layout.cp > 1 and layout.zero:
-        gathers = 2 * count if layout.zero == 3 else 1
-        axis = data_axis(layout)
-        yield axis, "all-gather", gathers, gathers * width.weight * weights
-        yield axis, "reduce-scatter", 1, width.gradient * weights
-    hidden = float(step.hidden_bytes)
-    if layout.cp > 1:
-        core = next(iter(problem.shape.blocks[problem.shape.layers[0]].attention), None)
-        keys = 0 if core is None else core.kv_heads * (core.head_dim + core.value_dim)
-        turns = 3 * (layout.cp - 1) * layers * count  # keys and values twice, their gradient once
-        yield "cp", "send", turns, turns * step.tokens * keys / layout.tp * width.element
-    if layout.ep > 1:
-        turns = 4 * layers * count
-        yield "ep", "all-to-all", turns, turns * hidden * problem.shape.experts_per_token

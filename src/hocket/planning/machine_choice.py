@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from hocket.cost.measured_memory import memory_rows
-from hocket.cost.measured_prices import StepProblem, step_prices
+from hocket.cost.measured_prices import step_prices
+from hocket.cost.step_problem import StepProblem
 from hocket.planning.machine_forecast import (
     MeasuredMachine,
     forecast_of,

@@ -10,8 +10,9 @@ import dataclasses
 
 from hocket.cost.measured_links import CROSSED, MeasuredLinks
 from hocket.cost.measured_memory import memory_rows
-from hocket.cost.measured_prices import StepProblem, step_prices
+from hocket.cost.measured_prices import step_prices
 from hocket.cost.measured_rates import Rates
+from hocket.cost.step_problem import StepProblem
 from hocket.schedules.registry import build_schedule
 from hocket.simulation.processors import Cores, Slowdown
 from hocket.simulation.step import exposed, simulate_step

@@ -27,7 +27,7 @@ INSIDE_PART = "communication inside layers"
 AXIS_PARTS = {
     "tp": INSIDE_PART,
     "cp": INSIDE_PART,
-    "ep": INSIDE_PART,
+    "expert": INSIDE_PART,
     "pp": "communication between stages",
 }
 """The part of a step that an axis's collectives are in; any other axis joins data ranks."""

@@ -42,7 +42,8 @@ def expected_rows(
     """
     import torch
 
-    from hocket.cost.communication import Step, communication
+    from hocket.cost.communication import communication
+    from hocket.cost.communication_table import Step
     from hocket.cost.stage_communication import StageShare
     from hocket.models.context import attention_cores
     from hocket.models.context_scans import state_sizes
@@ -81,8 +82,7 @@ def expected_rows(
         assert plan.stages is not None
         costs = cut_costs(skeleton, plan.stages, cuda=cuda)
         bounds = choose_cut(layout.pipeline_split, plan.stages.num_layers, num_stages, **costs)
-    element_bytes = torch.empty(0, dtype=dtype).element_size()
-    routing = element_bytes
+    element_bytes = routing = torch.empty(0, dtype=dtype).element_size()
     choices = int(source.config.get("num_experts_per_tok") or 0)
     if layout.splits_experts or layout.tp > 1:
         routing, choices = routing_of(skeleton, plan) or (element_bytes, choices)

@@ -152,8 +152,8 @@ class _Writer:
         if self.prices.loss is not None:
             yield from _collective(self.prices.loss, ("loss", number), self._ranks(rank, "world"))
         yield ProcessorWork(mine.norm)
-        if self.prices.norm is not None:
-            yield from _collective(self.prices.norm, ("norm", number), self._ranks(rank, "model"))
+        if (norm := self.prices.norm) is not None:
+            yield from _collective(norm, ("norm", number), self._ranks(rank, norm.axis))
         yield from _span(ProcessorWork(mine.optimizer), kind="optimizer", name="optimizer")
         yield ProcessorWork(mine.after)
         yield End("step", {"lane": "compute", "kind": "step", "name": str(number)})
