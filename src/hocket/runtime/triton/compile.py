@@ -330,35 +330,27 @@ def _cell(variants: list[Compiled]) -> str:
 HEAD = """\
 # Triton kernels
 
-Written by `python -m hocket.runtime.triton.compile --write docs/reference/kernels.md`, on a machine
-without a GPU; do not edit. No GPU has executed these kernels yet: this page lists what the compiler
-made of them, and tests compare them with PyTorch in Triton's interpreter.
+No kernel of hocket spills registers or exceeds the shared memory of sm_80 to sm_120, as Triton
+{version} compiles them. No GPU has executed them yet: tests compare them with PyTorch in Triton's
+interpreter. Written by `python -m hocket.runtime.triton.compile --write
+docs/reference/kernels.md`, on a machine without a GPU; do not edit.
 
-`attend_kernel` and `merge_kernel` are paged attention (`hocket.runtime.triton.paged_attention`):
-the fallback of the server where neither FlashAttention nor FlashInfer can do what a model asks.
-
-`grouped_mm_kernel` and `grouped_weight_gradient_kernel` are the matmuls of experts, forward and
-both gradients (`hocket.runtime.triton.grouped_gemm`), for dtypes and GPUs for which torch has no
-kernel.
-
-With a cache in 8 bits (`hocket serve --kv-cache-dtype fp8`) `attend_kernel` converts keys and
-values to the dtype of the query before it multiplies them: lines of their own, from sm_89 on.
-
-With weights in 8 bits (`hocket serve --quantization fp8`), on architectures that have 8-bit floats,
-`quantize_rows_kernel` converts the inputs of matmuls, and `grouped_mm_kernel` multiplies experts of
-float8_e4m3fn where torch has no kernel for them.
+- `attend_kernel` and `merge_kernel`: paged attention of servers, where no FlashAttention supports
+  the layer. With a cache in 8 bits (`--kv-cache-dtype fp8`, from sm_89 on) keys and values are
+  converted to the dtype of the query.
+- `grouped_mm_kernel` and `grouped_weight_gradient_kernel`: matmuls of experts, forward and both
+  gradients, where torch has no kernel for the dtype and GPU.
+- `quantize_rows_kernel`: inputs of matmuls with weights in 8 bits (`hocket serve --quantization
+  fp8`, from sm_89 on).
 
 A tile: rows x keys of attention, rows x columns x depth of a grouped matmul. A cell: registers of a
 thread, shared memory of a program (with the 1 KiB that the driver takes from sm_90 on), tensor-core
 instruction; the largest of the plain kernel and the one with window, soft cap and attention sinks,
-or of weights stored [E, K, N] and [E, N, K]. None may spill registers, and none may use more shared
-memory than the architecture has: {limits}. A test compiles them (a rotating third;
-`HOCKET_TESTS=all` all of them).
+or of weights stored [E, K, N] and [E, N, K]. Limits of shared memory: {limits}.
+A test compiles a rotating third (`HOCKET_TESTS=all`: all).
 
 float32 multiplies by three TF32 matmuls (tf32x3), above head size 128 without tensor cores.
 Head sizes in between use the next power of two: 80, 96 and 112 the tiles of 128.
-
-Triton {version}.
 
 """
 
