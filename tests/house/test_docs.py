@@ -23,6 +23,8 @@ import pytest
 
 from hocket.cli.main import VERBS, main
 from hocket.jobs.tour_stops import STOPS, TIMED
+from hocket.schedules.registry import build_schedule
+from hocket.spec.layout import Layout
 from tests.hub_server import TOKEN, Repo, folder
 from tests.rotation import part
 
@@ -335,6 +337,22 @@ def test_the_readme_is_one_screen_and_begins_with_the_two_commands() -> None:
     code = blocks(ROOT / "README.md", "")
     assert code[0].split("\n")[:2] == ["pip install '.[train,serve]'", "hocket demo"]
     assert len(README.splitlines()) < 120
+
+
+LAYOUTS = {
+    text: page.name
+    for page in PAGES
+    if page != GENERATED
+    for text in re.findall(r"--layout ([a-z]+\d[^\s`'\"|)]*)", page.read_text("utf-8"))
+}
+"""Every layout that a page gives to a command, with one of its pages."""
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_a_layout_of_the_pages_has_a_schedule(text: str) -> None:
+    """Commands for GPUs are not run here, and their layouts have to be right as well."""
+    layout = Layout.parse(text)
+    build_schedule(layout, layout.microbatches or 4 * layout.pp)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
