@@ -233,7 +233,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["llama-3-8b", "--cluster", "99999999x8xH100", "--global-batch", "8"], "are planned"),
         ([*ASKED, "--global-batch", "99999999999999999999"], "at most 1,000,000,000"),
         ([*ASKED, "--pin", "ep=2"], "has no experts"),
-        ([*ASKED, "--layout", "pp8:schedule=zb-v"], "two stages on a rank"),
+        ([*ASKED, "--layout", "pp8:schedule=zb-v,virtual_stages=1"], "two stages on a rank"),
         ([*ASKED, "--layout", "pp8:schedule=interleaved"], "several stages on a rank"),
         ([*ASKED, "--layout", "pp8:schedule=zero-bubble,virtual_stages=2"], "one stage on a rank"),
     ],

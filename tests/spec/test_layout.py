@@ -74,6 +74,12 @@ def test_order_can_be_chosen() -> None:
     assert layout.groups("tp") == [(0, 2), (1, 3)]
 
 
+def test_zb_v_has_two_stages_on_a_rank_unless_it_is_given() -> None:
+    assert Layout.parse("pp4:schedule=zb-v") == Layout(pp=4, schedule="zb-v", virtual_stages=2)
+    assert Layout.parse("pp4", schedule="zb-v").virtual_stages == 2
+    assert Layout.parse("pp4:virtual_stages=1", schedule="zb-v").virtual_stages == 1
+
+
 def test_flags_fill_what_the_text_leaves_out() -> None:
     layout = Layout.parse("pp2", schedule="gpipe", microbatches=4, pipeline_split="3-5", zero=None)
     assert layout == Layout(pp=2, schedule="gpipe", microbatches=4, pipeline_split=(3, 5))

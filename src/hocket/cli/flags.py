@@ -56,7 +56,7 @@ class LayoutFlags:
             at most 8,192 tokens that fit the memory, else at most twice the pipeline ranks).
         pipeline_split: layers per pipeline stage: balanced (by cost), even, light-ends, or a list
             such as 3-5 (default: balanced).
-        virtual_stages: stages per pipeline rank (default: 1).
+        virtual_stages: stages per pipeline rank (default: 1; zb-v: 2).
         data_parallel: data-parallel replicas as processes (one rank each) or threads of one process
             (default: processes). One of: processes, threads.
         offload: keep in host memory: optimizer (state and update), params (parameter shards too;

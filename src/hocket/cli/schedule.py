@@ -18,7 +18,7 @@ class ScheduleFlags:
         schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the path of a schedule
             file (default: 1f1b).
         microbatches: microbatches per step (default: twice the pipeline ranks).
-        virtual_stages: stages per pipeline rank (default: 1).
+        virtual_stages: stages per pipeline rank (default: 1; zb-v: 2).
         format: picture, or text (the form that --schedule reads from a file). One of: picture,
             text.
         json: print one JSON object.

@@ -400,9 +400,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, **flags: Any) -> Layout:
-        """Read a text form; `flags` fill the fields that the text leaves out.
-
-        A flag of None is absent.
+        """Read a text form; `flags` other than None fill the fields that the text leaves out.
 
         Raises:
             LayoutError: an unknown axis or field, a value that cannot be, or a flag that says
@@ -439,8 +437,7 @@ class Layout:
             given[axis] = int(degree)
         for option in filter(None, options.split(",")):
             key, equals, value = option.partition("=")
-            key = key.strip()
-            (key,) = renamed.present_options({key: None}, names)
+            (key,) = renamed.present_options({key.strip(): None}, names)
             if key not in names:
                 message, hint = unknown("layout field", key, names)
                 near = nearest(key, names) or ""
@@ -469,6 +466,8 @@ class Layout:
                     hint=f"give it once: --layout {text}",
                 )
             given[key] = value
+        if given.get("schedule") == "zb-v":
+            given.setdefault("virtual_stages", 2)  # the only number that it has
         return cls(**given)
 
     @classmethod
