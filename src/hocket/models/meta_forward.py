@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.models.plans.experts import named_experts
 from hocket.models.rows import one_sequence_each
 from hocket.spec.errors import ModelError
 from hocket.spec.model_shape import ModuleRuns
@@ -23,9 +24,8 @@ def meta_forward(model: nn.Module) -> None:
     Raises:
         ModelError: its forward reads values elsewhere.
     """
-    for module in model.modules():
-        own = module.parameters(recurse=False)
-        if not isinstance(module, nn.Conv1d) and any(p.ndim == 3 for p in own):
+    for _, module in named_experts(model):
+        if any(p.ndim == 3 for p in module.parameters(recurse=False)):
             module.forward = _zeros  # type: ignore[method-assign]
     takes = inspect.signature(model.forward).parameters
     given: dict[str, Any] = {"input_ids": torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")}

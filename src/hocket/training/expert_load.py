@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.models.plans.experts import named_experts
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.expert_parallel import ExpertParallelExperts
 from hocket.runtime.parallel import Parallel
@@ -40,9 +41,9 @@ class ExpertLoad:
         self._names: list[str] = []
         self._sizes: list[int] = []
         if parallel.layout.splits_experts:
-            for name, module in skeleton.named_modules():
+            for name, module in named_experts(skeleton):
                 count = getattr(module, "num_experts", None)
-                if type(module).__name__.endswith("Experts") and isinstance(count, int):
+                if isinstance(count, int):
                     self._names.append(name)
                     self._sizes.append(count)
         self._held = [(self._names.index(name), module) for name, module in held.items()]

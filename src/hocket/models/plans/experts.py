@@ -8,6 +8,7 @@ numbers of their experts and the routing weights. Whatever has that form can be 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -15,6 +16,13 @@ from hocket.models.plans.segments import folded
 from hocket.spec.plan import ExpertPlan, TensorPlan, matches
 
 _ARGUMENTS = 3
+
+
+def named_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of several experts, by name: transformers names their classes so."""
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Experts"):
+            yield name, module
 
 
 def expert_plan(model: nn.Module, tensor: TensorPlan | None) -> tuple[ExpertPlan | None, str]:
@@ -27,9 +35,7 @@ def expert_plan(model: nn.Module, tensor: TensorPlan | None) -> tuple[ExpertPlan
     """
     found: dict[str, bool] = {}
     others: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if not type(module).__name__.endswith("Experts"):
-            continue
+    for name, module in named_experts(model):
         why = _why_not(module)
         if name.endswith(".base_layer"):  # of an adapter of peft
             around = model.get_submodule(name.rpartition(".")[0])
@@ -63,9 +69,7 @@ def expert_shares(model: nn.Module) -> dict[str, float]:
     the router next to them has a `top_k`. Experts that are given no choice compute all tokens
     (Llama 4; shared ones)."""
     found: dict[str, float] = {}
-    for name, module in model.named_modules():
-        if not type(module).__name__.endswith("Experts"):
-            continue
+    for name, module in named_experts(model):
         around = model.get_submodule(name.rpartition(".")[0])
         chosen = [getattr(one, "top_k", None) for one in (around, *around.children())]
         top_k = next((k for k in chosen if isinstance(k, int)), 0)
