@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from hocket.models.trace.record import SHORTER
 from hocket.spec.errors import ModelError
 from hocket.spec.model_shape import BlockShape, ModelShape
 
-SHORT = (37, 61, 73)
-"""Primes that are followed by twice a large prime: no width of a model is a multiple of either."""
+SHORT = tuple(sorted(SHORTER)[:3])
 
 
 def lengthened(shape_of: Callable[[int], ModelShape], sequence: int) -> ModelShape:
