@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hocket
+from hocket.catalogue import models
 from hocket.cli.main import main
 from hocket.planning.search import simulate_all
 from hocket.planning.stacks import ALIASES, STACKS
@@ -105,6 +106,25 @@ def test_a_sequence_beyond_the_models_positions_is_noted(
     assert "configured for 1024 positions" in capsys.readouterr().out
     assert main(["plan", "gpt2", *asked, "1024"]) == 0
     assert "positions" not in capsys.readouterr().out
+
+
+def test_layers_of_multi_token_prediction_are_not_planned_and_noted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The configuration may be that of the language model of a multimodal one."""
+    config = models.config("tiny-llama")
+    inside = {**config, "num_nextn_predict_layers": 1}
+    outside = {"model_type": "glm4v_moe", "text_config": inside}
+    plans = []
+    for name, values in (("without", config), ("with", inside), ("inside", outside)):
+        file = tmp_path / name / "config.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps(values))
+        assert main(["plan", str(file.parent), "--cluster", "1x8xH100-SXM", "--seq-len", "64"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert "multi-token prediction" not in plans[0]
+    for plan in plans[1:]:
+        assert "without the layer for multi-token prediction" in plan
 
 
 def test_pins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,23 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import forecast, machine
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
+from hocket.jobs.serving import forecast as serving_forecast
+from hocket.jobs.serving import request as serve_request
+from hocket.launch import Launcher
+from hocket.spec.errors import OptionError
 from hocket.spec.measured import LatencyFit, MachineMeasurements
 from hocket.spec.run import RunFolder
+from hocket.spec.serving_forecast import ServingForecast
 from tests.families import FAMILIES, LLAMA
+from tests.jobs.served_model import model
 from tests.planning.test_machine_forecast import measured
 from tests.rotation import part
 
@@ -378,6 +386,47 @@ def test_measurements_of_another_machine_are_refused(
     asked = ["train", "tiny-llama", "--data", text, "--cluster", str(file)]
     assert main(asked) == 2
     assert "was measured on elsewhere" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+def test_ranks_of_two_threads_are_not_predicted_as_ranks_of_one(
+    tmp_path: Path, text: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`hocket probe` measures ranks of one thread, and two are not twice as fast."""
+    run = tmp_path / "run"
+    asked = ["train", "tiny-llama", "--data", text, *SMALL, "--threads", "2", "--cluster", cluster]
+    assert main([*asked, "--run", str(run)]) == 0
+    found = forecast.read_forecast(RunFolder(run))
+    assert found is not None
+    assert found[0].why == "a rank of 2 threads was not measured here"
+    capsys.readouterr()
+    assert main([*asked, "--layout", "auto", "--run", str(tmp_path / "auto")]) == 2
+    assert "a rank of 2 threads was not measured here" in capsys.readouterr().err
+
+
+@pytest.mark.torch
+@pytest.mark.ranks
+@pytest.mark.timeout(200)
+def test_a_server_of_two_threads_is_not_predicted_and_still_has_to_fit(
+    tmp_path: Path, cluster: str
+) -> None:
+    def server(**values: Any) -> serve_request.PreparedServer:
+        given = {"model": str(model(tmp_path / "model")), "device": "cpu", "cluster": cluster}
+        return serve_request.server({**given, **values})
+
+    with Launcher("cpu", 1) as launcher:
+
+        def settled(**values: Any) -> ServingForecast:
+            return serving_forecast.settle_layout(server(**values), launcher, JobRecorder(None))[1]
+
+        assert settled().known
+        assert settled(threads=2).why == "a rank of 2 threads was not measured here"
+        with pytest.raises(OptionError, match="cache of 1KB"):
+            settled(threads=2, cache_memory="1KB")
+        with pytest.raises(OptionError, match="a rank of 2 threads was not measured"):
+            settled(threads=2, layout="auto")
 
 
 def test_threads_are_no_choice(text: str) -> None:

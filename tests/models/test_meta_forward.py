@@ -1,4 +1,4 @@
-"""One forward on the meta device: the modules that run, of families with parameters of three dims."""
+"""One forward on the meta device: the modules that run, where parameters have three dims."""
 
 import pytest
 

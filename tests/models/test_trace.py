@@ -200,7 +200,7 @@ def test_attention_without_a_fused_kernel_is_recognised():
 @pytest.mark.parametrize("positions", [48, 100, 200, 600])
 def test_a_model_of_few_positions_has_the_blocks_of_one_of_many(positions):
     """Widths are no scores, whichever sequence fits its mask: 128 is one more than a prime."""
-    values = {"model_type": "openai-gpt", "n_embd": 128, "n_layer": 1, "n_head": 4, "vocab_size": 96}
+    values = {**GPT2, "model_type": "openai-gpt", "n_embd": 128, "n_layer": 1, "n_head": 4}
     few, many = (trace({**values, "n_positions": n}).blocks for n in (positions, 2048))
     for name in ("block", "head"):  # the buffer is the mask, which is as large as it is
         assert dataclasses.replace(few[name], buffers=0) == dataclasses.replace(

@@ -26,7 +26,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.links import Links
 from hocket.spec.measured import MachineMeasurements
 from hocket.spec.model_shape import ModelShape
-from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.run import bucket_mb as bucket_mb_of
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import Timeline
@@ -139,6 +139,8 @@ def _on_cores(
 
 def unmeasured(spec: RunSpec, layout: Layout) -> str:
     """What a run would do that no measurement of a machine prices; empty: nothing."""
+    if threads := unmeasured_threads(spec.options):
+        return threads
     if spec.workload.dtype not in PRECISIONS:
         return f"matmuls in {spec.workload.dtype}"
     if spec.options.grad_dtype != "fp32":
@@ -146,6 +148,14 @@ def unmeasured(spec: RunSpec, layout: Layout) -> str:
     if spec.options.optimizer != "adamw":
         return f"a step of {spec.options.optimizer}"
     return "activations in host memory" if layout.offloads("activations") else ""
+
+
+def unmeasured_threads(options: TrainOptions) -> str:
+    """CPU ranks that `hocket probe` does not measure, whose ranks compute with one thread; empty:
+    it does. Two threads are not twice one, in matmuls or in memory bandwidth."""
+    if options.threads == 1 or on_cuda(options):
+        return ""
+    return f"a rank of {options.threads} threads"
 
 
 def write_forecast(folder: RunFolder, found: StepForecast) -> None:

@@ -107,13 +107,17 @@ def _chosen(
     spec = prepare.job_spec(job.source, request, request.layout, config, "train")
     if on_cuda(request.options):
         return _on_gpus(job, spec, record, legal, launcher)
-    unmeasured = request.cluster in (NONE, AUTO) and machine.kept(request.options.device) is None
-    if unmeasured and request.ranks is not None:
+    why = ""
+    if threads := forecast.unmeasured_threads(request.options):
+        why = f"{threads} was not measured here"
+        if request.ranks is None:
+            raise unchosen(threads)
+    elif request.cluster in (NONE, AUTO) and machine.kept(request.options.device) is None:
+        why = UNMEASURED
+    if why and request.ranks is not None:
         layout = elastic.unmeasured_layout(job, request.ranks)
-        record.note(
-            f"layout {layout}, for {request.ranks} ranks; hocket probe measures this machine"
-        )
-        return (Forecast.none(str(layout), UNMEASURED), None), prepare.job_in_layout(job, layout)
+        record.note(f"layout {layout}, for {request.ranks} ranks; {why}")
+        return (Forecast.none(str(layout), why), None), prepare.job_in_layout(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
         record.note(
@@ -138,6 +142,15 @@ def _chosen(
     for line in forecast_reasons(predicted[0]):
         record.note(line)
     return predicted, prepare.job_in_layout(job, Layout.parse(predicted[0].layout))
+
+
+def unchosen(threads: str) -> OptionError:
+    """`--layout auto` for `forecast.unmeasured_threads`."""
+    return OptionError(
+        f"--layout auto compares predictions, and {threads} was not measured here: hocket probe "
+        "measures ranks of one thread",
+        hint="--layout dp2, or leave --threads out",
+    )
 
 
 def _on_gpus(

@@ -62,6 +62,8 @@ def settle_layout(
         )
     if predicted.known and server.request.cluster in (forecast_policy.AUTO, forecast_policy.NONE):
         _require_room(server, predicted)
+    if predicted.known and (threads := forecast.unmeasured_threads(server.request.options)):
+        predicted = ServingForecast.none(predicted.layout, f"{threads} was not measured here")
     return server, predicted
 
 
@@ -242,6 +244,8 @@ def _chosen(
     cluster = forecast_policy.AUTO
     if request.cluster != forecast_policy.NONE:
         cluster = request.cluster
+    if threads := forecast.unmeasured_threads(request.options):
+        raise forecast_policy.unchosen(threads)
     if server.device != "cuda" and cluster == forecast_policy.AUTO:
         if machines.kept(request.options.device) is None:
             record.note(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
