@@ -170,7 +170,7 @@ def fake_server(
         max_model_len=512,
         max_num_batched_tokens=256, block_size=options.get("block_size"),
     )  # fmt: skip
-    rehearsal = ServingRehearsal(job, device_of(GPU), frozenset())
+    rehearsal = ServingRehearsal(job, device_of(GPU))
     executed = []
     for rank in range(job.layout.world_size):
         result = rehearsal.rank(rank)

@@ -42,17 +42,14 @@ Machine = MachineMeasurements | Cluster
 """What a run is predicted for: CPU cores that were measured, or GPUs."""
 
 
-def forecast_run(
-    spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None
-) -> Forecast:
+def forecast_run(spec: RunSpec, cluster: str = "auto") -> Forecast:
     """What a run will take; `why` says why nothing could be predicted.
 
     Args:
         spec: of the run, its layout with microbatches.
         cluster: `auto` (this machine) or the file that `hocket probe` wrote; on GPUs any cluster.
-        launcher: whose ranks may trace a model; None: one is started if the trace is not kept.
     """
-    return predicted_run(spec, run_target(spec, cluster), launcher=launcher)[0]
+    return predicted_run(spec, run_target(spec, cluster))[0]
 
 
 def run_target(spec: RunSpec, cluster: str = "auto") -> Machine | None:
@@ -79,6 +76,7 @@ def predicted_run(
 
     Args:
         target: as of `run_target`.
+        launcher: whose ranks may trace a model; None: one is started if the trace is not kept.
         schedule: what will run; None: the layout's.
         considered: how many other layouts are shown with it, of as many ranks or cores at most.
     """

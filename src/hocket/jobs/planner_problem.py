@@ -134,9 +134,7 @@ def storage_note(model: str, *, serve: bool = False) -> str:
     if _shipped(model) is not None and "quantization_config" not in _hub_config(model):
         return ""  # the catalogue's own, which needs no torch to be known
     text = quantization.storage_text(model)
-    if not text:
-        return ""
-    if serve:
+    if serve or not text:
         return text
     return f"{text}; hocket reads them into its own dtype, and the plan is of that"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from hocket.jobs import links
@@ -36,8 +35,8 @@ WIDE_SIZES = {"seq_len": 64, "global_batch": 4, "steps": 4}
 class Guide(Bench):
     """A bench that remembers what it ran: stops share runs."""
 
-    def __init__(self, job: JobRequest, say: Callable[[str], None] | None = None) -> None:
-        super().__init__(job, CompareRequest(input_work=5.0), say)
+    def __init__(self, job: JobRequest) -> None:
+        super().__init__(job, CompareRequest(input_work=5.0))
         self._ran: dict[tuple[str, int | None], StrategyResult] = {}
         self._scale: float | None = None
 

@@ -176,14 +176,9 @@ def _longest(layers: int, stages: int, cut: str | tuple[int, ...]) -> int:
 
 
 def nearest_layouts(
-    model: Dimensions,
-    layout: Layout,
-    workload: Workload,
-    *,
-    world_size: int | None = None,
-    count: int = 3,
+    model: Dimensions, layout: Layout, workload: Workload, *, world_size: int | None = None
 ) -> list[Layout]:
-    """The legal layouts most like `layout`, the nearest first.
+    """The three legal layouts most like `layout`, the nearest first.
 
     If only options such as the cut must change, the one layout with the same axes. Otherwise
     those whose degrees differ least, of half to twice as many ranks; where none of them is legal,
@@ -211,7 +206,7 @@ def nearest_layouts(
     found.sort(key=lambda other: _distance(layout, other))
     if found and found[0].axes_text() == layout.axes_text():
         return found[:1]
-    return found[:count]
+    return found[:3]
 
 
 def _candidates(

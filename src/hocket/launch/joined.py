@@ -108,9 +108,9 @@ def _read(environment: Mapping[str, str]) -> World | None:
     return None
 
 
-def main_address(environment: Mapping[str, str] | None = None) -> str:
+def main_address() -> str:
     """The address of rank 0's host, in a world that another launcher started."""
-    world = _read(os.environ if environment is None else environment)
+    world = _read(os.environ)
     assert world is not None, "main_address outside of any launcher's world"
     return world.address
 
@@ -397,15 +397,16 @@ def leave_unused() -> None:
         notice.leave()
 
 
-def leave_together(context: RankContext, seconds: float = 60.0) -> None:
-    """Every rank calls it at its end. Rank 0 may serve the store, so it leaves last."""
+def leave_together(context: RankContext) -> None:
+    """Every rank calls it at its end. Rank 0 may serve the store, so it leaves last, after a minute
+    at most."""
     leave_unused()
     if context.world_size == 1 or context._store is None:
         return
     store = context._store
     store.add("finished", 1)
     if context.rank == 0:
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 60.0
         while store.add("finished", 0) < context.world_size and time.monotonic() < end:
             time.sleep(0.02)
     context.destroy()

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from hocket.launch import failure, lines
@@ -59,7 +58,6 @@ class Launcher:
         path: Iterable[str | os.PathLike[str]] = (),
         preload: Iterable[str] = (),
         warm: bool = True,
-        quiet: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start the server and return at once.
@@ -71,7 +69,6 @@ class Launcher:
             preload: modules that the server imports before the first run is asked for.
             warm: import torch and transformers in the server. False: each rank that needs them
                 imports them.
-            quiet: warnings of torch and transformers are not shown.
             environment: variables of server and ranks besides this process's own.
 
         Raises:
@@ -81,7 +78,6 @@ class Launcher:
             raise OptionError(f"unknown device {device!r}", hint=f"use one of {', '.join(DEVICES)}")
         self.device_kind = ("cuda" if cuda_shows() else "cpu") if device == "auto" else device
         self.threads = threads
-        self.quiet = quiet
         self.times: dict[str, float] = {}
         self.stop_asked = False
         self._watch: Watch | None = None
@@ -133,9 +129,8 @@ class Launcher:
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         if self.device_kind == "cuda":
             environment |= rank_settings(environment, watched=True)
-        if self.quiet:
-            environment.setdefault("TRANSFORMERS_VERBOSITY", "error")
-            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        environment.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         folders = [str(folder) for folder in (*path, *sys.path) if str(folder)]
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
         return environment
@@ -194,7 +189,6 @@ class Launcher:
             "device_kind": self.device_kind,
             "attempt": attempt,
             "threads": self.threads,
-            "quiet": self.quiet,
             "port": listener.getsockname()[1],
         }
         watch = Watch(
@@ -327,12 +321,7 @@ class Launcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

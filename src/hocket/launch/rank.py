@@ -201,9 +201,8 @@ def renew_threads(number: int | None = None) -> None:
 
 def _call(context: RankContext, message: dict[str, Any], writer: LineWriter) -> int:
     writer.write({"launch": "started", "time": time.monotonic(), "pid": os.getpid()})
-    if message["quiet"]:
-        warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
-        warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     renew_threads(message["threads"])
     load_entry(message["entry"])(context, message["payload"])
     writer.write({"launch": "finished", "time": time.monotonic()})

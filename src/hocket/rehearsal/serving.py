@@ -80,15 +80,14 @@ class ServingRehearsal:
     Args:
         spec: of one replica, its `serving` with every size but the block's.
         device: the GPU that ranks run on.
-        modules: those of `attention_kernels` that are installed there; Triton comes with torch.
 
     Raises:
         HocketError: the model cannot be built.
     """
 
-    def __init__(self, spec: RunSpec, device: RehearsedDevice, modules: frozenset[str]) -> None:
+    def __init__(self, spec: RunSpec, device: RehearsedDevice) -> None:
         self.spec, self.device = spec, device
-        self.accelerator = Accelerator(device.capability, modules | {"triton"})
+        self.accelerator = Accelerator(device.capability, frozenset({"triton"}))
         source = run_source(spec)
         self.skeleton = build_skeleton(
             source.config,
@@ -369,14 +368,10 @@ class _Capture:
 _kept: dict[str, ServingRehearsal] = {}
 
 
-def rehearse_server_rank(
-    spec: str, device: dict[str, Any], rank: int, modules: list[str]
-) -> dict[str, Any]:
+def rehearse_server_rank(spec: str, device: dict[str, Any], rank: int) -> dict[str, Any]:
     """A worker's task: execute one rank of a replica (`ServingRehearsal.rank`)."""
-    key = repr((spec, device, modules))
+    key = repr((spec, device))
     if key not in _kept:
         _kept.clear()
-        _kept[key] = ServingRehearsal(
-            RunSpec.from_json(spec), RehearsedDevice.from_json(device), frozenset(modules)
-        )
+        _kept[key] = ServingRehearsal(RunSpec.from_json(spec), RehearsedDevice.from_json(device))
     return _kept[key].rank(rank)

@@ -8,7 +8,6 @@ It lives in the process that shows it; ranks come from a server that has no disp
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 
@@ -56,10 +55,5 @@ class AnswersBar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()

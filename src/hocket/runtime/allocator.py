@@ -13,8 +13,8 @@ import ctypes
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
 
 
-def keep_freed_memory(largest: int = 256 << 20, kept: int = 1 << 30) -> bool:
-    """Let the C library keep freed blocks of up to `largest` bytes, up to `kept` bytes in all.
+def keep_freed_memory() -> bool:
+    """Let the C library keep freed blocks of up to 256 MiB, up to 1 GiB in all.
 
     For this process and once is enough. Returns whether the C library can do it (glibc can).
     """
@@ -23,7 +23,7 @@ def keep_freed_memory(largest: int = 256 << 20, kept: int = 1 << 30) -> bool:
     except (OSError, AttributeError):
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    done = [mallopt(_TRIM_THRESHOLD, min(kept, 2**31 - 1)), mallopt(_TOP_PAD, 64 << 20)]
+    done = [mallopt(_TRIM_THRESHOLD, 1 << 30), mallopt(_TOP_PAD, 64 << 20)]
     # Some versions of glibc take no threshold above 32 MB.
-    done.append(mallopt(_MMAP_THRESHOLD, largest) or mallopt(_MMAP_THRESHOLD, 32 << 20))
+    done.append(mallopt(_MMAP_THRESHOLD, 256 << 20) or mallopt(_MMAP_THRESHOLD, 32 << 20))
     return all(done)

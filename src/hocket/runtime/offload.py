@@ -76,7 +76,6 @@ class SavedOnHost:
 
     Attributes:
         bytes: moved to the host so far.
-        kept_bytes: that stayed on the device so far, because the pool had reached its limit.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class SavedOnHost:
         self.least = least
         self.host = host
         self.bytes = 0
-        self.kept_bytes = 0
         device = next((p.device for p in self._parameters), torch.device("cpu"))
         self._pool = PinnedPool(limit, pin=device.type == "cuda")
         self._stream = CopyStream(device)
@@ -141,8 +139,7 @@ class SavedOnHost:
         if known is not None and source is not None and source() is not None:
             return known
         buffer = self._pool.take(size)
-        if buffer is None:
-            self.kept_bytes += size
+        if buffer is None:  # the pool has reached its limit
             return tensor
         tensor = tensor.detach()
         copy = buffer[:size].view(tensor.dtype).as_strided(tensor.shape, _dense(tensor))

@@ -42,8 +42,7 @@ class ExpertLoad:
         self._sizes: list[int] = []
         if parallel.layout.splits_experts:
             for name, module in named_experts(skeleton):
-                count = getattr(module, "num_experts", None)
-                if isinstance(count, int):
+                if isinstance(count := getattr(module, "num_experts", None), int):
                     self._names.append(name)
                     self._sizes.append(count)
         self._held = [(self._names.index(name), module) for name, module in held.items()]

@@ -263,8 +263,8 @@ class LLM:
     # --- on the loop -------------------------------------------------------------------------
 
     async def _open(self, launchers: list[Any], relaunch: Callable[[int], Launcher]) -> None:
-        from hocket.jobs.serving.replicas import ReplicaOptions, ReplicaSet
-        from hocket.jobs.serving.server import ENTRY, STARTUP, _connect
+        from hocket.jobs.serving.replicas import ReplicaSet
+        from hocket.jobs.serving.server import _connect, replica_options
         from hocket.serving.front.completion import Completer
         from hocket.serving.front.router import Router
 
@@ -272,16 +272,7 @@ class LLM:
         self._router: Router = Router(server.options.block_size or BLOCK_SIZE)
         self._replicas = ReplicaSet(
             launchers,
-            ReplicaOptions(
-                entry=ENTRY,
-                size=server.replica.world_size,
-                payload={
-                    "spec": server.spec(replica=True).to_json(),
-                    "words": server.words_payload(),
-                },
-                startup_timeout=STARTUP,
-                silence_timeout=server.request.options.timeout,
-            ),
+            replica_options(server),
             self._router,
             _connect,
             relaunch=relaunch,

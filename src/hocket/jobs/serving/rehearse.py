@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,6 @@ from hocket.spec.units import format_bytes
 if TYPE_CHECKING:
     from hocket.jobs.rehearsal_workers import RehearsalWorkers
     from hocket.jobs.serving.request import PreparedServer
-
-Listener = Callable[[str], None]
 
 STEPS = ("prefill", "mixed", "decode", "decode eager")
 
@@ -223,14 +220,12 @@ def replica_of(server: PreparedServer) -> RunSpec:
 
 
 def rehearse_replica(
-    spec: RunSpec, *, gpu: str = "H100", modules: Sequence[str] = (),
-    on_phase: Listener | None = None, workers: RehearsalWorkers | None = None,
-) -> ServingReport:  # fmt: skip
+    spec: RunSpec, *, gpu: str = "H100", workers: RehearsalWorkers | None = None
+) -> ServingReport:
     """Execute the ranks of one replica and judge what they enqueue.
 
     Args:
         spec: of a replica. gpu: of the catalogue.
-        modules: attention libraries that are installed there (`serving.engine.attention_kernels`).
         workers: processes that are there already; None: started and ended here.
 
     Raises:
@@ -243,7 +238,6 @@ def rehearse_replica(
     from hocket.jobs.rehearse import device_of, traces_of
     from hocket.simulation.nccl import RULES, simulate_nccl
 
-    say = on_phase or (lambda text: None)
     device = device_of(gpu)
     if spec.workload.dtype == "bf16" and device.capability < (8, 0):
         raise OptionError(
@@ -262,14 +256,13 @@ def rehearse_replica(
     )  # fmt: skip
     stands_for = _representatives(spec.layout)
     wanted = sorted(set(stands_for.values()))
-    tasks = [_task(spec, device, rank, modules) for rank in reversed(wanted)]
+    tasks = [_task(spec, device, rank) for rank in reversed(wanted)]
     expectation = {
         "task": "call",
         "entry": "hocket.ranks.rehearsal_expected:expected_serving",
         "arguments": {"spec": spec.to_json()},
     }
     predicted: list[dict[str, int]] | None = None
-    say(f"executing {len(wanted)} of {spec.layout.world_size} ranks")
     executed: dict[int, RankRehearsal] = {}
     said: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -319,9 +312,7 @@ def _representatives(layout: Layout) -> dict[int, int]:
     return found
 
 
-def _task(
-    spec: RunSpec, device: RehearsedDevice, rank: int, modules: Sequence[str]
-) -> dict[str, Any]:
+def _task(spec: RunSpec, device: RehearsedDevice, rank: int) -> dict[str, Any]:
     return {
         "task": "call",
         "entry": "hocket.rehearsal.serving:rehearse_server_rank",
@@ -329,7 +320,6 @@ def _task(
             "spec": spec.to_json(),
             "device": dataclasses.asdict(device),
             "rank": rank,
-            "modules": list(modules),
         },
     }
 

@@ -238,6 +238,19 @@ class Ends:
                 loop.remove_signal_handler(number)
 
 
+def replica_options(server: PreparedServer, folder: RunFolder | None = None) -> ReplicaOptions:
+    """Of a server's replicas. `folder`: of its run, if it has one."""
+    payload = {"spec": server.spec(replica=True).to_json(), "words": server.words_payload()}
+    return ReplicaOptions(
+        entry=ENTRY,
+        size=server.replica.world_size,
+        payload=payload if folder is None else {**payload, "run": str(folder.path.resolve())},
+        startup_timeout=STARTUP,
+        silence_timeout=server.request.options.timeout,
+        logs=None if folder is None else folder.path / "logs",
+    )
+
+
 async def _serve(
     server: PreparedServer,
     *,
@@ -255,18 +268,7 @@ async def _serve(
     router = Router(server.options.block_size or BLOCK_SIZE)
     replicas = ReplicaSet(
         launchers,
-        ReplicaOptions(
-            entry=ENTRY,
-            size=server.replica.world_size,
-            payload={
-                "spec": server.spec(replica=True).to_json(),
-                "words": server.words_payload(),
-                "run": str(folder.path.resolve()),
-            },
-            startup_timeout=STARTUP,
-            silence_timeout=server.request.options.timeout,
-            logs=folder.path / "logs",
-        ),
+        replica_options(server, folder),
         router,
         _connect,
         relaunch=relaunch,

@@ -19,6 +19,7 @@ from torch.nn import functional
 from hocket.models import skeleton
 from hocket.models.cores import watched
 from hocket.models.lora import is_linear
+from hocket.models.plans.pairs import leaves
 from hocket.models.rows import one_sequence_each
 from hocket.models.trace.grouped import GroupedProducts
 from hocket.models.trace.record import (
@@ -243,7 +244,7 @@ class _Layers:
             return
         wanted = [given] if given is not None else []
         # Gradients of what the part used; what it did not is None.
-        wanted += [p for p in _used(output)]
+        wanted += [p for p in leaves(output).values() if isinstance(p, nn.Parameter)]
         if not wanted:
             raise ModelError(
                 f"the {name} hands on what no recorded operation made: its layers run without a "
@@ -275,23 +276,6 @@ def _cut(value: Any, given: torch.Tensor) -> Any:
     if type(value) is tuple:
         return tuple(_cut(item, given) for item in value)
     return value
-
-
-def _used(output: torch.Tensor) -> list[torch.Tensor]:
-    """Leaves that an output was computed from."""
-    found: list[torch.Tensor] = []
-    seen: set[Any] = set()
-    stack = [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            found.append(variable)
-        stack += [following for following, _ in node.next_functions]
-    return found
 
 
 def _hidden(args: Any, kwargs: Any) -> tuple[torch.Tensor, Any]:
