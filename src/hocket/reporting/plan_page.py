@@ -1,21 +1,18 @@
 """A plan as one HTML page that needs no network: the layouts to sort, memory against capacity, the
 pipeline of the first, and what would change the answer.
 
-Every name is escaped; a content security policy allows this page's own style and script by their
-hashes and nothing else. Without the script it is the same page, unsorted.
+Every name is escaped. Without the script it is the same page, unsorted.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
 import html
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from string import Template
 
+from hocket.reporting.html_page import asset, html_page
 from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes
 
@@ -70,17 +67,7 @@ class PlanPage:
 
 def plan_html(found: PlanPage) -> str:
     """The whole page."""
-    assets = resources.files("hocket.reporting") / "assets"
-
-    def text(name: str) -> str:
-        return (assets / name).read_text(encoding="utf-8")
-
-    style, script = text("page.css") + text("plan.css"), text("plan.js")
-    return Template(text("plan.html")).substitute(
-        style=style,
-        style_hash=_hash(style),
-        script=script,
-        script_hash=_hash(script),
+    body = Template(asset("plan.html")).substitute(
         title=_text(found.title),
         asked=_text(found.asked),
         notes=_list("notes", found.notes),
@@ -96,10 +83,8 @@ def plan_html(found: PlanPage) -> str:
         command=_text(found.command),
         footer=_text(found.footer),
     )
-
-
-def _hash(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+    style = asset("page.css", "plan.css")
+    return html_page(f"Plan: {_text(found.title)}", body, style=style, script=asset("plan.js"))
 
 
 def _text(text: str) -> str:

@@ -377,6 +377,23 @@ def off(row: ServedFigure) -> str:
     return f"{found + 1:.3g} times" if found >= 2 else f"{found:+.1%}"
 
 
+FIGURE_COLUMNS = ("predicted", "measured", "off by", "times")
+
+
+def figure_rows(rows: Sequence[ServedFigure]) -> list[list[str]]:
+    """Titles, and their cells under `FIGURE_COLUMNS`."""
+    return [
+        [
+            row.title,
+            figure_text(row.unit, row.predicted),
+            figure_text(row.unit, row.measured),
+            off(row),
+            f"{row.count:,}" if row.count else "",
+        ]
+        for row in rows
+    ]
+
+
 def load_curves(served: ServerRecord) -> list[tuple[str, tuple[ServiceLoad, ...]]]:
     """Throughput and latency of one replica over load, by where they are from."""
     forecast, found = served.forecast, served.measured

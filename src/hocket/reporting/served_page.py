@@ -1,33 +1,30 @@
 """The report of one or two servers as one HTML file, without a script and without a network.
 
-Tables and charts are written here; a content security policy lets nothing run and nothing be
-fetched, whatever a name may hold. Charts carry the colours of the page's style, which eyes that
+Tables and charts are written here. Charts carry the colours of the page's style, which eyes that
 see no red or green tell apart, and every line is named where it ends.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import math
 from collections.abc import Callable, Sequence
-from importlib import resources
 
+from hocket.reporting.html_page import asset, html_page
 from hocket.reporting.served import (
+    FIGURE_COLUMNS,
     LEGEND,
     LOAD_COLUMNS,
     ServedFigure,
     ServerRecord,
     counts,
     facts,
-    figure_text,
+    figure_rows,
     latencies,
     load_curves,
     load_rows,
     load_text,
     needs,
-    off,
     prompts,
     round_seconds,
     served_figures,
@@ -65,21 +62,14 @@ NAMES = ("predicted", "from measured steps", "measured")
 
 def served_page(several: Sequence[ServerRecord], *, version: str, made: str) -> str:
     """The whole page."""
-    style = (resources.files("hocket.reporting") / "assets" / "page.css").read_text("utf-8") + STYLE
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     title = html.escape(" and ".join(served.name for served in several))
     parts = "".join(f"<div>{_server(served)}</div>" for served in several)
     kind = "pair two" if len(several) > 1 else "pair"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{title}: hocket report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
-        f'<div class="{kind}">{parts}</div>\n'
-        f'<p class="small">hocket {html.escape(version)}, {html.escape(made)}</p>\n'
-        "</main>\n</body>\n</html>\n"
+    return html_page(
+        f"{title}: hocket report",
+        f'<main>\n<div class="{kind}">{parts}</div>\n'
+        f'<p class="small">hocket {html.escape(version)}, {html.escape(made)}</p>\n</main>',
+        style=asset("page.css") + STYLE,
     )
 
 
@@ -211,19 +201,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _compared(title: str, rows: Sequence[ServedFigure]) -> str:
-    return _table(
-        [title, "predicted", "measured", "off by", "times"],
-        [
-            [
-                row.title,
-                figure_text(row.unit, row.predicted),
-                figure_text(row.unit, row.measured),
-                off(row),
-                f"{row.count:,}" if row.count else "",
-            ]
-            for row in rows
-        ],
-    )
+    return _table([title, *FIGURE_COLUMNS], figure_rows(rows))
 
 
 def _bars(rows: Sequence[ServedFigure]) -> str:

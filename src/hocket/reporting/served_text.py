@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from hocket.reporting.run_text import printable
 from hocket.reporting.served import (
+    FIGURE_COLUMNS,
     LEGEND,
     LOAD_COLUMNS,
-    ServedFigure,
     ServerRecord,
     counts,
+    figure_rows,
     figure_text,
     latencies,
     load_curves,
     load_rows,
     load_text,
     needs,
-    off,
     prompts,
     round_seconds,
     served_figures,
@@ -41,7 +41,7 @@ def served_text(
         ("prefill", prompts(served)),
     ):
         if rows:
-            blocks.append("\n" + _rows(title, rows))
+            blocks.append("\n" + table_text([title, *FIGURE_COLUMNS], figure_rows(rows)))
     if served_figures(served):
         blocks.append(LEGEND)
     if served_verdict(served):
@@ -100,20 +100,6 @@ def _head(served: ServerRecord) -> str:
     if served.spec is not None:
         words += [printable(served.spec.model), str(served.spec.layout)]
     return ": ".join(words) + "\na server"
-
-
-def _rows(title: str, rows: Sequence[ServedFigure]) -> str:
-    table = [
-        [
-            row.title,
-            figure_text(row.unit, row.predicted),
-            figure_text(row.unit, row.measured),
-            off(row),
-            f"{row.count:,}" if row.count else "",
-        ]
-        for row in rows
-    ]
-    return table_text([title, "predicted", "measured", "off by", "times"], table)
 
 
 def _count(value: int | None) -> str:

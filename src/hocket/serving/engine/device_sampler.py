@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import broadcast, gather
+from hocket.runtime.collectives import broadcast
 from hocket.runtime.record import Recorder
 from hocket.serving.engine.asked import (
     DRAWN,
@@ -33,7 +33,6 @@ from hocket.serving.engine.asked import (
     NUCLEUS,
     RANKED,
     PromptRow,
-    Slot,
     TokenRequest,
     asked_of,
 )
@@ -43,6 +42,7 @@ from hocket.serving.engine.penalties import TokenHistory
 from hocket.serving.engine.sampling_step import SampledSlice, SamplingStep
 from hocket.serving.engine.slot_tables import SlotTables
 from hocket.serving.engine.staging import Readback, Returning, Staging
+from hocket.serving.engine.token_sampler import TokenSampler
 from hocket.serving.engine.top_logits import top_token
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.scheduling.admission import Admission
@@ -123,16 +123,10 @@ def _table(values: list[float], at: int, rows: int, width: int) -> tuple[list[li
     return [values[i : i + width] for i in range(at, end, width)], end
 
 
-class DeviceSampler:
-    """The sampler of one rank of the last stage; its tensor ranks make equal calls.
+class DeviceSampler(TokenSampler):
+    """As `TokenSampler`, with `max_num_seqs` slots.
 
     Args:
-        vocabulary: the part that this rank's logits cover.
-        vocab_size: token ids of the whole.
-        device: where the logits are.
-        recorder: counts what is moved.
-        max_num_seqs: slots.
-        structures: compiles structures; None: requests with one fail.
         last: [max_num_seqs + 1] int64 where tokens are kept for the next step, on every tensor
             rank; None: no step needs them.
     """
@@ -148,23 +142,17 @@ class DeviceSampler:
         structures: Structures | None = None,
         last: Tensor | None = None,
     ) -> None:
-        assert not vocabulary.sizes or sum(vocabulary.sizes) == vocab_size, vocabulary.sizes
-        self.vocabulary = vocabulary
-        self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self.recorder = recorder
-        self.structures = structures
+        super().__init__(
+            vocabulary, vocab_size, device, recorder,
+            slice_bytes=_SLICE_BYTES, structures=structures,
+        )  # fmt: skip
         self.last = last
-        self.samples = vocabulary.axis.index == 0
-        self._slots: dict[int, Slot] = {}
         # Several requests with penalties may come in one plan: a buffer for each of a few.
         self._admitting = Staging(1024, self.device, grows=True, buffers=8)
         self._staging = Staging(16 * max_num_seqs, self.device, grows=True)
         self._tables = SlotTables(max_num_seqs, vocab_size, self.device)
         self._history = TokenHistory(max_num_seqs, self.device, self._admitting.send)
         self.readback = Readback(self.device)
-        self._rows_at_once = max(1, _SLICE_BYTES // (4 * vocab_size))
-        self._whole = Vocabulary(axis=dataclasses.replace(vocabulary.axis, size=1, group=None))
 
     def begin(self, plan: StepPlan) -> None:
         """Release and admit what the plan says. Call before the plan's forward pass, so that
@@ -174,33 +162,11 @@ class DeviceSampler:
         if plan.admitted:
             self.admit(*plan.admitted)
 
-    def release(self, slot: int) -> None:
-        """Forget a request; of a slot that is free already nothing happens."""
-        self._slots.pop(slot, None)
-
     @torch.inference_mode()
     def admit(self, *admitted: Admission) -> None:
         """Take requests, or take them up again after a preemption."""
         for admission in admitted:
-            sampling = admission.sampling
-            slot = self._slots[admission.slot] = Slot.of(admission, self.vocab_size)
-            for token, _ in sampling.logit_bias:
-                if token >= self.vocab_size:
-                    slot.broken = f"logit_bias names token {token} of {self.vocab_size}"
-            if not self.samples:
-                continue
-            if sampling.penalizes:
-                prompt = admission.prompt if sampling.repetition_penalty != 1 else ()
-                known = [token for token in prompt if token < self.vocab_size]
-                self._history.admit(admission.slot, known, admission.generated)
-            if sampling.structure is not None:
-                if self.structures is None:
-                    slot.broken = "this server was started without structured output"
-                else:
-                    ends = sorted(token for token in sampling.ends if token < self.vocab_size)
-                    slot.structure = self.structures.start(
-                        sampling.structure, ends, admission.generated
-                    )
+            self._admit(admission)
         if self.samples:
             self._tables.admit([(one.slot, self._slots[one.slot]) for one in admitted],
                                self._admitting.send)  # fmt: skip
@@ -236,7 +202,8 @@ class DeviceSampler:
         made: list[Tensor] = []
         tokens, goods = [], []
         if plain:
-            pairs = self._largest(step.rows(logits, 0, len(plain)))
+            largest = step.rows(logits, 0, len(plain))
+            pairs = self._largest(largest, torch.split(largest, self._rows_at_once))
             if pairs is not None:
                 tokens.append(pairs[:, 1].long())
                 goods.append(pairs[:, 0].isfinite())
@@ -287,38 +254,6 @@ class DeviceSampler:
         return part
 
     # --- one kind after the other -------------------------------------------------------------
-
-    def _largest(self, logits: Tensor) -> Tensor | None:
-        """The largest logit of each row and its id, [P, 2] fp64, on index 0."""
-        if logits.shape[1] == 0:
-            values = logits.new_full((logits.shape[0],), -torch.inf, dtype=torch.float)
-            ids = torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
-        else:
-            parts = [top_token(part.float()) for part in torch.split(logits, self._rows_at_once)]
-            values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
-        pairs = torch.stack([values.double(), (ids + self.vocabulary.start).double()], -1)
-        if not self.vocabulary.split:
-            return pairs if self.samples else None
-        every = gather(pairs, self.vocabulary.axis, self.recorder)
-        if every is None:
-            return None
-        gathered = torch.stack(every)
-        # of equals the first rank, which holds the lower ids
-        winner = gathered[..., 0].argmax(0).view(1, -1, 1).expand(1, -1, 2)
-        return gathered.gather(0, winner).squeeze(0)
-
-    def _gathered(self, logits: Tensor) -> Tensor | None:
-        """Rows with the whole vocabulary on index 0; None elsewhere."""
-        if not self.vocabulary.split:
-            return logits if self.samples else None
-        sizes = self.vocabulary.sizes
-        short = max(sizes) - logits.shape[1]
-        if short:
-            logits = torch.nn.functional.pad(logits, (0, short))
-        every = gather(logits, self.vocabulary.axis, self.recorder)
-        if every is None:
-            return None
-        return torch.cat([part[:, :size] for part, size in zip(every, sizes, strict=True)], 1)
 
     def _take(
         self, rows: Tensor, part: SampledSlice, step: SamplingStep, number: int, first: int

@@ -19,14 +19,12 @@ Legend: N rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import gather
 from hocket.runtime.record import Recorder
 from hocket.serving.engine.asked import (
     DRAWN,
@@ -34,13 +32,13 @@ from hocket.serving.engine.asked import (
     NUCLEUS,
     RANKED,
     PromptRow,
-    Slot,
     TokenRequest,
     asked_of,
 )
 from hocket.serving.engine.draw import Choices, draw_tokens, uniform
 from hocket.serving.engine.logprobs import token_logprobs
 from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
+from hocket.serving.engine.token_sampler import TokenSampler
 from hocket.serving.engine.top_logits import top_token
 from hocket.serving.engine.truncation import Scratch
 from hocket.serving.engine.vocabulary import Vocabulary
@@ -54,17 +52,8 @@ _SLICE_BYTES = 2**21
 """Logits taken at once: what a CPU's cache holds."""
 
 
-class Sampler:
-    """The sampler of one rank of the last stage; its tensor ranks make the same calls.
-
-    Args:
-        vocabulary: the part that this rank's logits cover.
-        vocab_size: token ids of the whole.
-        device: where the logits are.
-        recorder: counts what is moved.
-        max_num_seqs: slots.
-        structures: compiles structures; None: requests with one fail.
-    """
+class Sampler(TokenSampler):
+    """As `TokenSampler`, with `max_num_seqs` slots; it computes where its caller waits."""
 
     def __init__(
         self,
@@ -76,18 +65,12 @@ class Sampler:
         *,
         structures: Structures | None = None,
     ) -> None:
-        assert not vocabulary.sizes or sum(vocabulary.sizes) == vocab_size, vocabulary.sizes
-        self.vocabulary = vocabulary
-        self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self.recorder = recorder
-        self.structures = structures
-        self.samples = vocabulary.axis.index == 0
-        self._slots: dict[int, Slot] = {}
+        super().__init__(
+            vocabulary, vocab_size, device, recorder,
+            slice_bytes=_SLICE_BYTES, structures=structures,
+        )  # fmt: skip
         self._history = TokenHistory(max_num_seqs, device)
         self._scratch = Scratch()
-        row_bytes = 4 * vocab_size
-        self._rows_at_once = max(1, _SLICE_BYTES // row_bytes)
 
     def begin(self, plan: StepPlan) -> None:
         """Release and admit what the plan says. Call before the plan's forward pass, so that
@@ -100,33 +83,12 @@ class Sampler:
     @torch.inference_mode()
     def admit(self, admission: Admission) -> None:
         """Take a request, or take one up again after a preemption."""
-        sampling = admission.sampling
-        slot = Slot.of(admission, self.vocab_size)
-        self._slots[admission.slot] = slot
+        slot = self._admit(admission)
         if not self.samples:
             return
-        ends = [token for token in sampling.ends if token < self.vocab_size]
-        slot.ends = torch.tensor(sorted(ends), dtype=torch.long, device=self.device)
-        for token, _ in sampling.logit_bias:
-            if token >= self.vocab_size:
-                slot.broken = f"logit_bias names token {token} of {self.vocab_size}"
-        if sampling.logit_bias and slot.broken is None:
-            slot.biases = TokenBiases(sampling.logit_bias, self.device)
-        if sampling.penalizes:
-            prompt = admission.prompt if sampling.repetition_penalty != 1 else ()
-            known = [token for token in prompt if token < self.vocab_size]
-            self._history.admit(admission.slot, known, admission.generated)
-        if sampling.structure is not None:
-            if self.structures is None:
-                slot.broken = "this server was started without structured output"
-            else:
-                slot.structure = self.structures.start(
-                    sampling.structure, sorted(ends), admission.generated
-                )
-
-    def release(self, slot: int) -> None:
-        """Forget a request; of a slot that is free already nothing happens."""
-        self._slots.pop(slot, None)
+        slot.ends = torch.tensor(self._ends(admission), dtype=torch.long, device=self.device)
+        if admission.sampling.logit_bias and slot.broken is None:
+            slot.biases = TokenBiases(admission.sampling.logit_bias, self.device)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, plan: StepPlan) -> StepResult | None:
@@ -166,22 +128,8 @@ class Sampler:
 
     def _take_largest(self, logits: Tensor, asked: list[TokenRequest], result: StepResult) -> None:
         logits = _rows(logits, [one.at for one in asked])
-        if logits.shape[1] == 0:
-            values = logits.new_full((len(asked),), -torch.inf, dtype=torch.float)
-            ids = torch.zeros(len(asked), dtype=torch.long, device=logits.device)
-        else:
-            parts = [top_token(part.float()) for part in self._slices(logits)]
-            values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
-        pairs = torch.stack([values.double(), (ids + self.vocabulary.start).double()], -1)
-        if self.vocabulary.split:
-            every = gather(pairs, self.vocabulary.axis, self.recorder)
-            if every is None:
-                return
-            best = torch.stack(every)
-            # of equals the first rank, which holds the lower ids
-            winner = best[..., 0].argmax(0).view(1, -1, 1).expand(1, -1, 2)
-            pairs = best.gather(0, winner).squeeze(0)
-        elif not self.samples:
+        pairs = self._largest(logits, self._slices(logits))
+        if pairs is None:
             return
         for one, (value, token) in zip(asked, pairs.tolist(), strict=True):
             self._settle(one, int(token), abs(value) < torch.inf, result)
@@ -225,26 +173,12 @@ class Sampler:
             return
         chosen = [result.tokens[asked[i].place] for i in with_logprobs]
         counts = [asked[i].slot.sampling.logprobs or 0 for i in with_logprobs]
-        whole = Vocabulary(axis=dataclasses.replace(self.vocabulary.axis, size=1, group=None))
         found = token_logprobs(
-            raw, chosen, counts, whole, self.recorder, rows_at_once=self._rows_at_once
+            raw, chosen, counts, self._whole, self.recorder, rows_at_once=self._rows_at_once
         )
         assert found is not None
         for i, logprobs in zip(with_logprobs, found, strict=True):
             result.logprobs[asked[i].place] = logprobs
-
-    def _gathered(self, logits: Tensor) -> Tensor | None:
-        """Rows with the whole vocabulary on index 0; None elsewhere."""
-        if not self.vocabulary.split:
-            return logits if self.samples else None
-        sizes = self.vocabulary.sizes
-        short = max(sizes) - logits.shape[1]
-        if short:
-            logits = torch.nn.functional.pad(logits, (0, short))
-        every = gather(logits, self.vocabulary.axis, self.recorder)
-        if every is None:
-            return None
-        return torch.cat([part[:, :size] for part, size in zip(every, sizes, strict=True)], 1)
 
     def _edit(self, rows: Tensor, asked: list[TokenRequest], edited: list[int]) -> None:
         """Biases, penalties, barred stop tokens and structure, in place. A structure bars stop
