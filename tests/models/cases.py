@@ -1,8 +1,18 @@
-"""Cases of the models' tests that run inside ranks."""
+"""Cases of the models' tests: those that run inside ranks, and the verdict on stages."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from hocket.spec.proxy_verdict import ProxyVerdict
+
+
+def stages_verdict(config: dict[str, Any]) -> ProxyVerdict:
+    """The proxy model's verdict on stages, in this process."""
+    from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.trial import try_stages
+
+    return ProxyVerdict(stages=try_stages(config_of(config, dropout=0.0), "sdpa"))
 
 
 def tensors(

@@ -16,6 +16,7 @@ from hocket.models.plans import plan_for
 from hocket.models.proxy import proxy_of
 from hocket.models.samples import sample_config
 from hocket.spec.plan import ParallelPlan
+from tests.models.cases import stages_verdict
 
 pytestmark = pytest.mark.torch
 
@@ -147,9 +148,7 @@ def test_models_that_add_positions_in_their_own_way_run_on_slices(ranks: Any) ->
 
 @pytest.mark.parametrize("kind", ["reformer", "hy_v4", "gemma4_text"])
 def test_what_layers_hand_on_next_to_the_hidden_state_is_named(kind: str) -> None:
-    from hocket.ranks.proxy.trial import pages_verdict_of
-
     assert (
         "its layers hand on more than the hidden state ("
-        in pages_verdict_of(sample_config(kind)).reason
+        in stages_verdict(sample_config(kind)).reason
     )

@@ -7,6 +7,7 @@ from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.proxy_verdict import ProxyVerdict, verdict_file
 from tests.families import LLAMA
+from tests.models.cases import stages_verdict
 from tests.models.variants import VARIANTS
 
 
@@ -29,7 +30,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.torch
 @pytest.mark.parametrize("family", VARIANTS)
 def test_families_that_must_pass_when_cut(family):
-    assert proxy.pages_verdict_of(VARIANTS[family]) == ProxyVerdict(stages="")
+    assert stages_verdict(VARIANTS[family]) == ProxyVerdict(stages="")
 
 
 @pytest.mark.torch
@@ -60,7 +61,7 @@ def test_a_model_of_keys_and_values_can_be_served():
     ],
 )
 def test_families_that_break_in_silence_are_refused(model_type, words):
-    found = proxy.pages_verdict_of({"model_type": model_type})
+    found = stages_verdict({"model_type": model_type})
     assert not found.ok
     assert words in found.reason
 
@@ -90,7 +91,7 @@ def test_streams_that_lie_side_by_side_are_handed_on():
     from hocket.models.skeleton import build_skeleton
 
     config = sample_config("qwen4_exp_text")
-    assert proxy.pages_verdict_of(config) == ProxyVerdict(stages="")
+    assert stages_verdict(config) == ProxyVerdict(stages="")
     stages = plan_for(build_skeleton(config)).stages
     assert (stages.streams, stages.flat_streams) == (4, True)
 

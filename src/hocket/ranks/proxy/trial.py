@@ -83,13 +83,6 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         )
 
 
-def pages_verdict_of(config: dict[str, Any], *, attention: str = "sdpa") -> ProxyVerdict:
-    """Cut a configuration's proxy model into stages, in this process; nothing is cached."""
-    from hocket.models.skeleton import config_of
-
-    return ProxyVerdict(stages=try_stages(config_of(config, dropout=0.0), attention))
-
-
 def pages_verdict(config: dict[str, Any]) -> str:
     """`try_pages` of a configuration dictionary, in this process; nothing is cached."""
     from hocket.models.skeleton import config_of
