@@ -50,8 +50,7 @@ def equality(
     ]  # fmt: skip
     buckets = {
         stage.index: Buckets(
-            stage.module.named_parameters(), dp, mesh.recorder, bucket_mb=bucket_bytes / 1e6,
-            first_mb=bucket_bytes / 1e6,
+            stage.module.named_parameters(), dp, mesh.recorder, bucket_mb=bucket_bytes / 1e6
         )
         for stage in stages
     }  # fmt: skip

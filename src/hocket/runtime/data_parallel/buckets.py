@@ -87,7 +87,6 @@ class Buckets:
         recorder: counts each all-reduce under the phase `step`.
         bucket_mb: capacity of a bucket in MB (10**6 bytes); one larger parameter has a bucket of
             its own.
-        first_mb: capacity of the first one.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Buckets:
         recorder: Recorder,
         *,
         bucket_mb: float = BUCKET_MB,
-        first_mb: float = FIRST_BUCKET_MB,
         others: Mapping[str, Axis] | None = None,
     ) -> None:
         self.recorder = recorder
@@ -111,7 +109,7 @@ class Buckets:
                 kinds.setdefault(kind, []).append(parameter)
         for kind, found in kinds.items():
             sizes = [p.numel() * kind[0].itemsize for p in found]
-            for indices in bucket_sizes(sizes, bucket_mb, first_mb):
+            for indices in bucket_sizes(sizes, bucket_mb):
                 self._buckets.append(_Bucket([found[i] for i in indices], kind[-1]))
         self._handles = [
             on_gradient(parameter, partial(self._arrived, bucket, view))

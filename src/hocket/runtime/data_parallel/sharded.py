@@ -26,7 +26,6 @@ from torch import nn
 from hocket.runtime.collectives import all_gather_flat
 from hocket.runtime.data_parallel.buckets import (
     BUCKET_MB,
-    FIRST_BUCKET_MB,
     bucket_sizes,
     grad_dtype,
 )
@@ -51,7 +50,7 @@ class ShardedBuckets(Shares):
         recorder: as for `Shares`.
         others: parameter name to the ranks that share its state where they are not those of `axis`.
         each_microbatch: reduce once a microbatch and keep only the share (ZeRO-2).
-        bucket_mb, first_mb: as for `Buckets`.
+        bucket_mb: as for `Buckets`.
     """
 
     def __init__(
@@ -64,12 +63,11 @@ class ShardedBuckets(Shares):
         *,
         each_microbatch: bool,
         bucket_mb: float = BUCKET_MB,
-        first_mb: float = FIRST_BUCKET_MB,
         others: Mapping[str, Axis] | None = None,
     ) -> None:
         self.each_microbatch = each_microbatch
         owners = Owners(axis, replicas, others or {})
-        buckets = list(_buckets(module, late, owners, bucket_mb, first_mb))
+        buckets = list(_buckets(module, late, owners, bucket_mb))
         super().__init__(buckets, recorder, in_flight=IN_FLIGHT)
         self._wait_before_use(module)
 
@@ -115,7 +113,7 @@ class ShardedBuckets(Shares):
 
 
 def _buckets(
-    module: nn.Module, late: Collection[str], owners: Owners, bucket_mb: float, first_mb: float
+    module: nn.Module, late: Collection[str], owners: Owners, bucket_mb: float
 ) -> Iterator[Bucket]:
     """Parameters in buckets, from the last to the first: of one dtype each, and late or not."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
@@ -126,7 +124,7 @@ def _buckets(
             kinds.setdefault(kind, []).append((name, parameter))
     for (dtype, _, _, is_late, axis, replicas), found in kinds.items():
         sizes = [p.numel() * dtype.itemsize for _, p in found]
-        for indices in bucket_sizes(sizes, bucket_mb, first_mb):
+        for indices in bucket_sizes(sizes, bucket_mb):
             yield bucket_of(
                 [found[i] for i in indices], dtype, axis, replicas=replicas, late=is_late
             )

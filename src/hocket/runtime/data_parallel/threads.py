@@ -40,8 +40,7 @@ class ThreadedReplicas:
         replicas: how many, the master included.
         loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`. The output it gets
             is the gathered tensor, in an object's attribute `logits` if the module returns one.
-        recorder: counts each collective.
-        count_bytes: count tensor bytes in the first step.
+        recorder: counts each collective, and tensor bytes in the first step.
     """
 
     def __init__(
@@ -50,8 +49,6 @@ class ThreadedReplicas:
         replicas: int,
         loss_fn: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | int]],
         recorder: Recorder,
-        *,
-        count_bytes: bool = True,
     ) -> None:
         assert replicas >= 1, replicas
         self.module = module
@@ -59,7 +56,7 @@ class ThreadedReplicas:
         self.recorder = recorder
         self.replicas = [module, *(copy.deepcopy(module) for _ in range(replicas - 1))]
         self._threads = ThreadPoolExecutor(replicas, thread_name_prefix="replica")
-        self._counting = count_bytes
+        self._counting = True
         self._bytes: list[dict[str, int]] = [{} for _ in self.replicas]
 
     def forward_backward(

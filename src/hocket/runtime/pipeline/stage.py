@@ -40,7 +40,6 @@ class Stage:
         placements: where each parameter lies in the whole, by name.
         loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`, on the last stage.
         hidden_size: H of what travels between stages. None: only needed with several stages.
-        dtype: of what travels. None: that of the first floating-point parameter.
         slices: with sequence parallelism, how the model runs on slices and over how many ranks
             sequences are dealt; the hidden state is then [B, S / ranks, H]. Else None.
     """
@@ -55,7 +54,6 @@ class Stage:
         placements: dict[str, Placement] | None = None,
         loss_fn: LossFunction | None = None,
         hidden_size: int | None = None,
-        dtype: torch.dtype | None = None,
         slices: tuple[SequencePlan, int] | None = None,
     ) -> None:
         assert slices is None or plan is not None
@@ -67,7 +65,7 @@ class Stage:
         self.placements = placements if placements is not None else {}
         self.loss_fn = loss_fn
         self.hidden_size = hidden_size
-        self._dtype = dtype
+        self._dtype: torch.dtype | None = None
         self.slices = slices
         whole = self.is_last or plan is None
         self._target = module if whole else module.get_submodule(_plan(plan).decoder)
@@ -105,7 +103,7 @@ class Stage:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the hidden state."""
+        """Dtype of the hidden state: that of the first floating-point parameter."""
         if self._dtype is None:
             wide = (p for p in self.module.parameters() if p.element_size() > 1)  # not in 8 bits
             floating = (p.dtype for p in wide if p.is_floating_point())
