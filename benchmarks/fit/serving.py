@@ -347,7 +347,7 @@ def rankings(predicted_rows: Sequence[ValidatedServingRow], field: str) -> list[
         row, at = p.row, p.row.prices.replica
         if p.targets[field] is None:
             continue
-        names = ("tp", "pp", "ep", "attention_dp")
+        names = ("tp", "pp", "ep", "dp")
         layout = tuple(float(getattr(at, name)[0]) for name in names)
         output = 0.0 if row.median else row.output  # measured, and never twice the same
         bits = float(at.weight[0]), float(at.expert_weight[0])

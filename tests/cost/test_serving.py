@@ -20,8 +20,10 @@ from hocket.cost.serving_constants import (
     gpu_entry,
     serving_constants,
 )
+from hocket.cost.serving_rank import cached_elements, rank_core, rank_matmuls, touched_share
 from hocket.cost.serving_shape import latent_width, served_shape
 from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
 
 
 def prices(model: str, on: str, **options: object) -> ServingPrices:
@@ -252,3 +254,38 @@ def test_unknown_words_are_refused() -> None:
         prices("llama-3-8b", "1xH100", precision="fp9")
     with pytest.raises(OptionError, match="unknown cache precision"):
         prices("llama-3-8b", "1xH100", cache_precision="fp12")
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "gpt-oss-20b", "deepseek-v3", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (4, 1, 1), (2, 4, 4), (1, 2, 2)])
+def test_a_layout_has_the_sizes_of_its_columns(model: str, degrees: tuple[int, int, int]) -> None:
+    """Servers on probed machines ask with a layout, those on catalogue GPUs with columns."""
+    tp, dp, ep = degrees
+    layout = Layout(tp=tp, dp=dp, ep=ep)
+    columns = prices(model, "4x8xH200", tp=tp, ep=ep, attention_dp=dp).replica
+    served = served_shape(shape(model))
+    for block in (served.blocks[kind] for kind in dict.fromkeys((*served.layers, "head"))):
+        for one, other in zip(
+            rank_matmuls(block, layout, 24.0), rank_matmuls(block, columns, np.array([24.0])),
+            strict=True,
+        ):  # fmt: skip
+            assert one.split == other.split
+            for name in ("rows", "n", "k", "experts"):
+                assert getattr(one, name) == pytest.approx(np.ravel(getattr(other, name))[0])
+        assert cached_elements(block, layout) == cached_elements(block, columns)
+        for core in block.attention:
+            assert rank_core(core, block, layout) == rank_core(core, block, columns)
+
+
+def test_experts_that_tokens_reach_are_counted_as_they_are_chosen() -> None:
+    """Of 8 tokens with 4 of 32 experts each no 32: routers of random weights reached 20.5 (mean of
+    128 layers of Mixtral with such experts); trained ones choose less evenly."""
+    assert 32 * touched_share(4 / 32, 1) == 4
+    assert 16 < 32 * touched_share(4 / 32, 8) < 20.5
+    assert touched_share(4 / 32, 1000) == pytest.approx(1, abs=0.01)
+    block = served_shape(shape("gpt-oss-20b")).blocks["full_attention"]
+    grouped = [one for one in rank_matmuls(block, Layout(), 8.0) if one.grouped]
+    assert [float(one.experts) for one in grouped] == [32 * touched_share(4 / 32, 8)] * 2
+    # Of tensor ranks with whole experts each brings half of the tokens.
+    halves = rank_matmuls(block, Layout(tp=2, etp=1), 8.0)
+    assert [one.rows for one in halves if one.grouped] == [16.0, 16.0]

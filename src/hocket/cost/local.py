@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from hocket.spec.layout import Layout
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
 
 INSIDE, OUTSIDE, WHOLE = "inside", "outside", "whole"
@@ -161,22 +160,22 @@ def weight_gradient_operands(
         yield p, (output_split(p.split), p.n * p.count), (of_input, width)
 
 
-def tensor_elements(weight: Weight, tp: int) -> int:
-    """Elements of a weight on the tensor rank with the most."""
-    if weight.split == "outside" or tp == 1:
+def tensor_elements(weight: Weight, tp: Any) -> Any:
+    """Elements of a weight on the tensor rank with the most; a number, or an array as `tp` is."""
+    if weight.split == "outside":
         return weight.elements
-    return sum(count // units * units_on_rank(units, tp) for count, units in weight.segments)
+    return sum(n * units_on_rank(units, tp) // units for n, units in weight.segments)
 
 
-def held_elements(weight: Weight, layout: Layout, experts: tuple[str, ...] = ()) -> int:
+def held_elements(weight: Weight, at: Degrees, experts: tuple[str, ...] = ()) -> Any:
     """Elements of a weight on the rank of a replica with the most.
 
     Args:
         experts: beginnings of the names of stacked experts, whatever their split.
     """
     if is_expert(weight, experts):
-        return tensor_elements(weight, layout.expert_tp) // layout.ep
-    return tensor_elements(weight, layout.tp)
+        return tensor_elements(weight, at.expert_tp) // at.ep
+    return tensor_elements(weight, at.tp)
 
 
 def is_expert(weight: Weight, experts: tuple[str, ...]) -> bool:

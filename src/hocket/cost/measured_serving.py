@@ -21,20 +21,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hocket.cost.local import divided, together
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import SHARED, served_weight_bytes, stage_blocks
 from hocket.cost.served_experts import expert_bytes
-from hocket.cost.serving_shape import latent_width, served_shape
+from hocket.cost.serving_rank import (
+    RankCore,
+    RankMatmul,
+    StepLoad,
+    cached_elements,
+    context_collectives,
+    fused_elements,
+    own_tokens,
+    rank_core,
+    rank_matmuls,
+)
+from hocket.cost.serving_shape import cached_shape
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
 from hocket.spec.layout import Layout
-from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelShape
+from hocket.spec.model_shape import BlockShape, ModelShape
 from hocket.spec.step_prices import Collective
 
 STEP_CALLS, ROW_CALLS = 700, 24
@@ -128,24 +138,16 @@ class MeasuredReplica:
             for s in range(number)
         )
 
-    def cores_of(self, kind: str) -> tuple[Attention, ...]:
-        """The attention of a block, with the key/value heads that are cached: on every tensor rank
-        all of them where the plan leaves heads whole. Of latent attention those that a prompt
-        attends to, of which none is cached (`latents_of`)."""
-        block = self.shape.blocks[kind]
-        cached = served_shape(self.shape).blocks[kind].attention
-        if all(p.split == "outside" for p in block.products):  # traced without a plan
-            return cached
-        return tuple(
-            own if latent_width(own, block) else dataclasses.replace(own, kv_heads=core.kv_heads)
-            for own, core in zip(block.attention, cached, strict=True)
-        )
+    @functools.cached_property
+    def blocks(self) -> dict[str, BlockShape]:
+        """By kind, with the key/value heads that are cached."""
+        return cached_shape(self.shape).blocks
 
-    def latents_of(self, kind: str) -> tuple[int, ...]:
-        """Of each of them, elements of the latent vector and rotary key that every tensor rank
-        caches in the place of keys and values; 0: there is none."""
-        block = self.shape.blocks[kind]
-        return tuple(latent_width(own, block) for own in block.attention)
+    @functools.cached_property
+    def cores(self) -> dict[str, list[RankCore]]:
+        """The attention of the blocks of each kind, on one rank."""
+        at = self.layout
+        return {k: [rank_core(c, b, at) for c in b.attention] for k, b in self.blocks.items()}
 
     # --- memory ------------------------------------------------------------------------------
 
@@ -158,23 +160,14 @@ class MeasuredReplica:
     def cache_bytes(self, stage: int) -> int:
         """Of one cached token on a rank of a stage; over context ranks the mean of them, of which
         each has its tokens of every block."""
-        total = 0
-        for kind in self.stages[stage]:
-            for core, latent in zip(self.cores_of(kind), self.latents_of(kind), strict=True):
-                total += latent or self._held(core) * (core.head_dim + core.value_dim)
-        return total * (self.cached_bytes or self.state_bytes) // self.layout.cp
-
-    def _held(self, core: Attention) -> int:
-        """Key/value heads on one tensor rank."""
-        if core.split == "outside":
-            return core.kv_heads
-        return max(1, core.kv_heads // self.layout.tp)
+        elements = sum(cached_elements(self.blocks[k], self.layout) for k in self.stages[stage])
+        return round(elements * (self.cached_bytes or self.state_bytes))
 
     def step_bytes(self, stage: int, tokens: int, rows: int) -> int:
         """What a rank makes and drops in the largest step, at its peak: in the layer with
         the widest tensors, or in fp32 logits, which come after it."""
         kinds = set(self.stages[stage])
-        blocks = [self.shape.blocks[kind] for kind in kinds if kind != "head"]
+        blocks = [self.blocks[kind] for kind in kinds if kind != "head"]
         layers = max((self._layer_elements(block) for block in blocks), default=0)
         own = 0.0 if self.cpu else 2 * TOKEN_BYTES / self.state_bytes
         if not self.cpu:  # where kernels read and write heads in place
@@ -195,10 +188,8 @@ class MeasuredReplica:
 
     def _layer_elements(self, block: BlockShape) -> float:
         """Of one token, at the peak of a block; without its experts (`expert_bytes`)."""
-        plain, tp = [p for p in block.products if p.groups == 1], self.layout.tp
-        sizes = (
-            sum(divided(p.split, p.n * p.count, 0, tp)[0] for p in same) for same in together(plain)
-        )
+        linear = (one for one in rank_matmuls(block, self.layout, 1) if not one.grouped)
+        sizes = (one.rows * one.n for one in linear)
         return 2 * max(sizes, default=0) + 4 * self.shape.hidden
 
     def _attention_elements(self, block: BlockShape) -> float:
@@ -208,27 +199,14 @@ class MeasuredReplica:
         normed = any(".q_norm." in f".{w.name}" for w in block.weights)
         found = 0.0
         for core in block.attention:
-            heads = core.heads if core.split == "outside" else core.heads / self.layout.tp
-            query, key = heads * core.head_dim, self._held(core) * core.head_dim
-            projected = query + key + self._held(core) * core.value_dim
+            one = rank_core(core, block, self.layout)
+            query, key = one.heads * one.head_dim, one.kv_heads * one.head_dim
+            projected = query + key + one.kv_heads * one.value_dim
             standing = 3 * self.shape.hidden + tables + projected
             rotated = (query + key if normed else 0) + 3 * query
-            multiplied = query + key + heads * core.value_dim + self.shape.hidden
+            multiplied = query + key + one.heads * one.value_dim + self.shape.hidden
             found = max(found, standing + max(rotated if tables else 0, multiplied))
         return found
-
-
-class _Step(NamedTuple):
-    """`prompt` tokens that attend to `attended` on average, `rows` that decode over `context`."""
-
-    prompt: float
-    attended: float
-    rows: float
-    context: float
-
-    @property
-    def tokens(self) -> float:
-        return self.prompt + self.rows
 
 
 class MeasuredServing:
@@ -251,7 +229,7 @@ class MeasuredServing:
         measured = {one.name for one in rates.measured.kernels}
         self._few = "half" if replica.half else "rows" if replica.dtype == "fp32" else ""
         self._kernels = measured >= {self._few, "decode", "chunk", "call"}
-        self._known: dict[_Step, tuple[float, float]] = {}
+        self._known: dict[StepLoad, tuple[float, float]] = {}
 
     def _called(self, operation: str) -> float:
         """One small operation without autograd, in seconds."""
@@ -301,14 +279,14 @@ class MeasuredServing:
 
     def _step(self, n: float, k: float, b: float, c: float) -> tuple[float, float]:
         """(through all stages, on the slowest) of n prompt tokens and b decoding requests."""
-        step = _Step(n, k, b, c)
+        step = StepLoad(n, k, b, c)
         found = self._known.get(step)
         if found is None:
             each = [self._stage(stage, step) for stage in range(self.stages)]
             found = self._known[step] = (sum(each), max(each))
         return found
 
-    def _stage(self, stage: int, step: _Step) -> float:
+    def _stage(self, stage: int, step: StepLoad) -> float:
         replica = self.replica
         if step.tokens <= 0:
             return 0.0
@@ -318,7 +296,7 @@ class MeasuredServing:
             one, asleep = self._block(stage, kind, step)
             work += kinds.count(kind) * one
             wait += kinds.count(kind) * asleep
-        work += (STEP_CALLS + ROW_CALLS * step.rows) * self._called("add")
+        work += (STEP_CALLS + ROW_CALLS * step.decode_batch) * self._called("add")
         hidden = round(step.tokens * replica.shape.hidden * replica.state_bytes)
         if stage + 1 < self.stages:
             more, asleep = _both(self.links.message(hidden))
@@ -328,23 +306,22 @@ class MeasuredServing:
             work, wait = work + more, wait + asleep
         return work * self.slowdown + wait
 
-    def _block(self, stage: int, kind: str, step: _Step) -> tuple[float, float]:
+    def _block(self, stage: int, kind: str, step: StepLoad) -> tuple[float, float]:
         """(a processor's seconds, waiting) of one block."""
-        replica, rates, tp = self.replica, self.rates, self.replica.layout.tp
-        block = replica.shape.blocks[kind]
+        replica, rates, layout = self.replica, self.rates, self.replica.layout
+        block, tp = replica.blocks[kind], layout.tp
         # A prompt's last chunk asks for one row; which it is in, the mean does not know.
-        # Context ranks divide a step of prompts, and all of them compute one of few rows.
-        cp = replica.layout.cp
-        own = step.tokens / cp if step.prompt else step.tokens
-        tokens = own if kind != "head" else max(step.rows, 1.0)
+        head = max(step.decode_batch, 1.0)
+        tokens = head if kind == "head" else float(own_tokens(step.tokens, layout.cp))
         held = float(replica.weight_bytes(stage))
-        work = sum(self._product(same, tokens, held) for same in together(block.products))
-        work += self._between(kind, tokens, whole=not step.prompt and step.rows <= FEW)
-        for core, latent in zip(replica.cores_of(kind), replica.latents_of(kind), strict=True):
-            work += self._attention(core, latent, step, held) / cp
+        work = sum(self._matmul(one, held) for one in rank_matmuls(block, layout, tokens))
+        work += self._between(
+            kind, tokens, whole=not step.prefill_tokens and step.decode_batch <= FEW
+        )
+        for core in replica.cores[kind]:
+            work += self._attention(core, step, held) / layout.cp
         sums: list[Collective | None] = []
         hidden = round(tokens * replica.shape.hidden * replica.state_bytes)
-        layout = replica.layout
         experts = [p for p in block.products if p.groups > 1]
         whole = bool(experts) and layout.etp is not None and tp > 1
         if experts and layout.ep > 1:  # there and back, of the tokens that this rank brings
@@ -359,8 +336,11 @@ class MeasuredServing:
                 count = int(any(w.split == "vocab" for w in block.weights))
             summed = self.links.sum if self._kernels else self.links.all_reduce
             sums += [summed("tp", hidden, tp)] * count
-        for core, latent in zip(replica.cores_of(kind), replica.latents_of(kind), strict=True):
-            sums += self._over_context(core, latent, step)
+        for core in replica.cores[kind] if layout.cp > 1 else ():
+            each = context_collectives(core, layout, step.tokens, replica.state_bytes)
+            for name, size in each:
+                if size > 0:
+                    sums.append(self.links.collective(name, "cp", round(float(size)), layout.cp))
         if kind == "head":
             columns = replica.shape.vocab / tp
             work += rates.stream(tokens * columns * 4)
@@ -369,25 +349,6 @@ class MeasuredServing:
                 sums.append(self.links.collective("all-gather", "tp", size, tp))
         pairs = [_both(one) for one in sums]
         return work + sum(own for own, _ in pairs), sum(asleep for _, asleep in pairs)
-
-    def _over_context(self, core: Attention, latent: int, step: _Step) -> list[Collective | None]:
-        """What context ranks send each other in one layer: queries, keys and values of prompts,
-        logarithms, and what each attended to, in fp32."""
-        replica, links = self.replica, self.links
-        cp, tp = replica.layout.cp, replica.layout.tp
-        if cp == 1:
-            return []
-        heads = max(1, core.heads // (1 if core.split == "outside" else tp))
-        cached = latent or replica._held(core) * (core.head_dim + core.value_dim)
-        found: list[Collective | None] = []
-        if step.prompt:
-            width = heads * core.head_dim + cached
-            sent = round(step.tokens * width * replica.state_bytes)
-            found.append(links.collective("all-gather", "cp", sent, cp))
-        found.append(links.collective("all-gather", "cp", round(4 * step.tokens * heads * cp), cp))
-        result = round(4 * step.tokens * heads * core.value_dim)
-        name = "reduce-scatter" if step.prompt else "all-reduce"
-        return [*found, links.collective(name, "cp", result, cp)]
 
     def _between(self, kind: str, tokens: float, *, whole: bool) -> float:
         """What lies between the products of a block, attention left out.
@@ -400,9 +361,7 @@ class MeasuredServing:
         tokens *= self.replica.state_bytes / self.replica.element_bytes
         if self._kernels and _like_llama(block):
             sizes = [
-                2.0 * row.forward * tokens / (tp if row.split == "inside" else 1)
-                for row in block.memory_bound
-                if row.forward
+                2.0 * elements for elements in fused_elements(block, self.replica.layout, tokens)
             ]
             calls = WHOLE_CALLS if whole else LAYER_CALLS
             return calls * rates.kernel_call() + sum(map(rates.stream, sizes))
@@ -412,45 +371,40 @@ class MeasuredServing:
                 split = tp if row.split in ("inside", "vocab", "column", "row") else 1
                 each = 2.0 * row.forward * tokens / split / max(row.kernels, 1)
                 work += row.kernels * max(rates.stream(each), self._called("add"))
-        return work + len(self.replica.cores_of(kind)) * OWN_VIEWS * self._called("view")
+        return work + len(self.replica.cores[kind]) * OWN_VIEWS * self._called("view")
 
-    def _product(self, merged: list[MatrixProduct], tokens: float, held: float) -> float:
-        """Products that read one tensor, as one, among `held` bytes of weights."""
-        rates, tp = self.rates, self.replica.layout.tp
-        first = merged[0]
-        rows, groups = tokens * first.count, float(first.groups)
-        if first.groups > 1:  # of all data ranks of the replica, with even routing
-            layout = self.replica.layout
-            tp, groups = layout.expert_tp, groups / layout.ep
-            rows *= layout.dp / (layout.ep * layout.expert_copies)
-        columns, inner = divided(first.split, sum(p.n for p in merged), first.k, tp)
-        reached = min(groups, max(rows, 1.0))  # experts that any token goes to, at most
-        m, wide, deep = max(1, round(rows / reached)), max(1, round(columns)), max(1, round(inner))
+    def _matmul(self, one: RankMatmul, held: float) -> float:
+        """Of matmuls that run as one, among `held` bytes of weights."""
+        rates = self.rates
+        sizes = (one.rows / one.experts, one.n, one.k)
+        m, wide, deep = (max(1, round(size)) for size in sizes)
         nbytes = float(wide * deep * self.replica.element_bytes)
         few = rates.rows(m, nbytes, held, self._few) if self._kernels and m <= FEW else None
-        if few is not None and first.groups == 1:
+        if few is not None and not one.grouped:
             return few
         # The engine stores weights in fp32 as [in, out].
         form = "nn" if self._kernels and self._few == "rows" else "nt"
-        one = max(rates.product(form, m, wide, deep), rates.stream(nbytes))
+        seconds = max(rates.product(form, m, wide, deep), rates.stream(nbytes))
         if self.replica.half:  # what goes in is rounded to bf16, what comes out made fp32
-            one += rates.stream(6.0 * m * deep) + rates.stream(6.0 * m * wide)
-        return reached * (one + self._called("linear"))
+            seconds += rates.stream(6.0 * m * deep) + rates.stream(6.0 * m * wide)
+        return float(one.experts * (seconds + self._called("linear")))
 
-    def _attention(self, core: Attention, latent: int, step: _Step, held: float) -> float:
+    def _attention(self, core: RankCore, step: StepLoad, held: float) -> float:
         """One layer's, in a stage that holds so many bytes of weights.
 
         Rows that decode attend to latent vectors as to one key/value head that is as wide; what
         makes queries and values fit them is estimated as the matmul that expands keys and values.
         """
         rates, replica = self.rates, self.replica
-        heads = max(1, core.heads // (1 if core.split == "outside" else replica.layout.tp))
-        kv_heads = replica._held(core)
-        rows, prompt = step.rows, step.prompt
-        seen = max(1.0, min(step.context, core.window or step.context))
-        attended = max(1.0, min(step.attended, core.window or step.attended))
+        heads, kv_heads = core.heads, core.kv_heads
+        rows, prompt = step.decode_batch, step.prefill_tokens
+        seen, attended = (
+            float(max(1.0, core.seen(context)))
+            for context in (step.decode_context, step.prefill_context)
+        )
         by_kernel = self._kernels and core.head_dim == core.value_dim
-        wide = dataclasses.replace(core, head_dim=latent, value_dim=latent) if latent else core
+        latent = core.latent
+        wide = core._replace(head_dim=latent, value_dim=latent) if latent else core
         cached_heads = 1 if latent else kv_heads
         work = 0.0
         if not by_kernel:

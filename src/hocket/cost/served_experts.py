@@ -44,10 +44,7 @@ def expert_bytes(
     if not first:
         return 0.0
     choices = max(p.count for p in stacked)
-    columns = max(
-        divided(p.split, p.n, p.k, layout.expert_tp)[0] if p.split == "column" else p.n
-        for p in first
-    )
+    columns = max(divided(p.split, p.n, p.k, layout.expert_tp)[0] for p in first)
     biased = any(w.name == f"{first[0].name}.{own}" for w in block.weights for own in _BIASES)
     own, rows, over = _rows(layout, tokens, choices, row=hidden * width, weight=weight)
     inner = hidden + columns * (2 + OWN_GATE if biased else 2)

@@ -15,10 +15,10 @@ import numpy as np
 from hocket.cost.constants import Platform, constants
 from hocket.cost.machine import MeasuredCurve, machine
 from hocket.cost.serving_constants import default_engine, serving_constants
+from hocket.cost.serving_rank import StepLoad
 from hocket.cost.serving_shape import served_shape
 from hocket.cost.serving_step import (
     ReplicaColumns,
-    StepLoad,
     StepParts,
     cache_bytes,
     step_parts,
@@ -50,6 +50,9 @@ TRAINING_STACK = "megatron-core"
 """Whose constants the network's share and latency are taken from."""
 
 
+Number = Floats | float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingPrices:
     """One replica: tp x pp x cp (x attention_dp) GPUs that hold the model once.
@@ -76,13 +79,8 @@ class ServingPrices:
     shape: ModelShape
     replica: ReplicaColumns
 
-    def step_seconds(
-        self,
-        prefill_tokens: Floats | float,
-        prefill_context: Floats | float,
-        decode_batch: Floats | float,
-        decode_context: Floats | float,
-    ) -> Floats:
+    def step_seconds(self, prefill_tokens: Number, prefill_context: Number, decode_batch: Number,
+                     decode_context: Number) -> Floats:  # fmt: skip
         """Seconds of one step through all stages.
 
         Args:
@@ -94,22 +92,14 @@ class ServingPrices:
         """
         return self._parts(prefill_tokens, prefill_context, decode_batch, decode_context).step
 
-    def stage_seconds(
-        self,
-        prefill_tokens: Floats | float,
-        prefill_context: Floats | float,
-        decode_batch: Floats | float,
-        decode_context: Floats | float,
-    ) -> Floats:
+    def stage_seconds(self, prefill_tokens: Number, prefill_context: Number, decode_batch: Number,
+                      decode_context: Number) -> Floats:  # fmt: skip
         """Seconds of the slowest stage: with at least `stages` batches in flight, a step ends
         every so often."""
         return self._parts(prefill_tokens, prefill_context, decode_batch, decode_context).stage
 
     def prefill_seconds(
-        self,
-        prompt: Floats | float,
-        batch: Floats | float = 1.0,
-        chunk: float | None = None,
+        self, prompt: Number, batch: Number = 1.0, chunk: float | None = None
     ) -> Floats:
         """Seconds until `batch` prompts of `prompt` tokens have run, in chunks of `chunk` tokens
         (None: the engine's)."""
@@ -121,7 +111,7 @@ class ServingPrices:
         found: Floats = chunks * one + self.replica.constants.prefill_time
         return found
 
-    def decode_seconds(self, batch: Floats | float, context: Floats | float) -> Floats:
+    def decode_seconds(self, batch: Number, context: Number) -> Floats:
         """Seconds of a step in which `batch` sequences produce one token each."""
         return self.step_seconds(0.0, 0.0, batch, context)
 
@@ -135,20 +125,8 @@ class ServingPrices:
         whole = self.memory if memory is None else memory
         return (usable * whole - self.weight_bytes - self.overhead_bytes) / self.cache_bytes
 
-    def _parts(
-        self,
-        prefill_tokens: Floats | float,
-        prefill_context: Floats | float,
-        decode_batch: Floats | float,
-        decode_context: Floats | float,
-    ) -> StepParts:
-        load = StepLoad(
-            prefill_tokens=_floats(prefill_tokens),
-            prefill_context=_floats(prefill_context),
-            decode_batch=_floats(decode_batch),
-            decode_context=_floats(decode_context),
-        )
-        return step_parts(self.shape, self.replica, load)
+    def _parts(self, *load: Number) -> StepParts:
+        return step_parts(self.shape, self.replica, StepLoad(*map(_floats, load)))
 
 
 def serving_prices(
@@ -212,7 +190,7 @@ def serving_prices(
         tp=_floats(tp),
         pp=_floats(pp),
         ep=_floats(ep),
-        attention_dp=_floats(attention_dp),
+        dp=_floats(attention_dp),
         weight=_floats(WEIGHT_BYTES[precision]),
         expert_weight=_floats(WEIGHT_BYTES[expert_precision]),
         cache=_floats(CACHE_BYTES[cache_precision]),
@@ -262,5 +240,5 @@ def activation_bytes(shape: ModelShape, tokens: int, tp: int) -> float:
     return 2.0 * tokens * (2 * shape.hidden + widest) + 4.0 * 256 * shape.vocab
 
 
-def _floats(value: Floats | float) -> Floats:
+def _floats(value: Number) -> Floats:
     return np.atleast_1d(np.asarray(value, dtype=np.float64))

@@ -66,6 +66,23 @@ def _block(shape: ModelShape, block: BlockShape) -> BlockShape:
     )
 
 
+def cached_shape(shape: ModelShape) -> ModelShape:
+    """The shape as it was traced, with the key/value heads that are cached; of latent attention
+    those that a prompt attends to, of which none is."""
+    blocks = {}
+    for kind, block in shape.blocks.items():
+        cores = served_shape(shape).blocks[kind].attention
+        if not all(p.split == "outside" for p in block.products):  # traced with a plan
+            cores = tuple(
+                own
+                if latent_width(own, block)
+                else dataclasses.replace(own, kv_heads=core.kv_heads)
+                for own, core in zip(block.attention, cores, strict=True)
+            )
+        blocks[kind] = dataclasses.replace(block, attention=cores)
+    return dataclasses.replace(shape, blocks=blocks)
+
+
 def _core(core: Attention, block: BlockShape) -> Attention:
     if latent_width(core, block):
         return dataclasses.replace(core, split="inside")

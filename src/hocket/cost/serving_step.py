@@ -21,20 +21,23 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    group,
-    point_to_point,
-)
+from hocket.cost.collectives import ALL_REDUCE, ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform
-from hocket.cost.local import divided, together
+from hocket.cost.local import held_elements, together
 from hocket.cost.serving_constants import ServingConstants
-from hocket.cost.serving_shape import latent_width
+from hocket.cost.serving_rank import (
+    RankCore,
+    RankMatmul,
+    StepLoad,
+    cached_elements,
+    context_collectives,
+    fused_elements,
+    own_tokens,
+    rank_core,
+    rank_matmuls,
+)
 from hocket.cost.terms import Floats
-from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelShape
+from hocket.spec.model_shape import BlockShape, ModelShape, Weight
 
 ACTIVATION = 2.0
 """Bytes of an activation."""
@@ -53,9 +56,6 @@ SOCKET_GPUS, SOCKET_SHARE = 4, 0.6
 """GPUs behind one socket of a PCIe host, and what is left of a collective's rate where GPUs of
 both take part and nothing was measured. Measured from four to eight GPUs: 0.28 on an L40S host
 without peer access, 0.96 behind switches."""
-
-POPULARITY = 0.5
-"""Variance of how often the experts of one layer are chosen, relative to the mean's square."""
 
 TILE = 128.0
 ROUNDED = 16.0
@@ -76,8 +76,8 @@ class ReplicaColumns:
     """How one copy of a model is held, in columns [r].
 
     Attributes:
-        tp, pp, ep: tensor, pipeline and expert ranks. attention_dp: ranks among which sequences are
-            divided in attention while all hold the experts together (tp x attention_dp GPUs).
+        tp, pp, ep: tensor, pipeline and expert ranks. dp: data ranks of the replica, among which
+            attention divides the sequences; tp x dp ranks hold the experts together.
         weight: bytes of a weight; expert_weight: of an expert's; cache: of a cached element.
         flops: dense rate of products in their precision; few_bits: 1 where below 16 bits.
         platform: the machine, and the training constants that collectives need.
@@ -89,7 +89,7 @@ class ReplicaColumns:
     tp: Floats
     pp: Floats
     ep: Floats
-    attention_dp: Floats
+    dp: Floats
     weight: Floats
     expert_weight: Floats
     cache: Floats
@@ -100,16 +100,11 @@ class ReplicaColumns:
     cp: Floats = dataclasses.field(default_factory=lambda: np.ones(1))
     imbalance: Floats | float = 1.0
 
-
-@dataclasses.dataclass(frozen=True)
-class StepLoad:
-    """What one step does: prompt tokens with their mean attended context, decoding sequences with
-    theirs, and the whole prompts (not tokens) among them that end here."""
-
-    prefill_tokens: Floats
-    prefill_context: Floats
-    decode_batch: Floats
-    decode_context: Floats
+    @property
+    def expert_tp(self) -> Floats:
+        """Ranks that divide one expert."""
+        found: Floats = np.maximum(self.tp * self.dp / self.ep, 1.0)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,49 +115,40 @@ class StepParts:
     stage: Floats
 
 
-def cached_elements(core: Attention, block: BlockShape) -> tuple[float, bool]:
-    """Elements that a token leaves in the cache of one attention core, and whether heads divide
-    them (a latent vector is whole on every rank)."""
-    latent = latent_width(core, block)
-    if latent:
-        return float(latent), False
-    return float(core.kv_heads * (core.head_dim + core.value_dim)), True
-
-
 def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Bytes of weights on the peak GPU."""
-    share = _stage_layers(shape, at) / len(shape.layers)
-    of_kind = {kind: _held(shape.blocks[kind], at) for kind in dict.fromkeys(shape.layers)}
-    total = sum(of_kind[kind] for kind in shape.layers) * share
-    embedding, head = _held(shape.blocks["embedding"], at), _held(shape.blocks["head"], at)
+    of_kind = {
+        kind: sum((_weight_bytes(w, block, at) for w in block.weights), np.zeros(at.tp.shape))
+        for kind, block in shape.blocks.items()
+    }
+    embedding, head = of_kind["embedding"], of_kind["head"]
     both = embedding if shape.tied else embedding + head
-    found: Floats = total + np.where(at.pp > 1, np.maximum(embedding, head), both)
+    ends = np.where(at.pp > 1, np.maximum(embedding, head), both)
+    return _largest_stage(shape, of_kind, at) + ends
+
+
+def _weight_bytes(weight: Weight, block: BlockShape, at: ReplicaColumns) -> Floats:
+    """Bytes of a weight on one rank; what is not divided, and the embedding, stay in 16 bits."""
+    few = at.expert_weight if weight.split == "expert" else at.weight
+    whole = block.kind == "embedding" or weight.split == "outside"
+    found: Floats = held_elements(weight, at) * (ACTIVATION if whole else few)
     return found
 
 
 def cache_bytes(shape: ModelShape, at: ReplicaColumns, length: Floats | float = np.inf) -> Floats:
-    """Bytes that one token leaves in the cache of the peak GPU, on average over a request of
-    `length` tokens, of which layers with a window hold no more than it (vLLM's hybrid cache
-    manager, TensorRT-LLM's cyclic cache); infinite: as if no layer had one."""
-    of_kind: dict[str, list[Floats]] = {}
-    for kind in dict.fromkeys(shape.layers):
-        of_kind[kind] = []
-        for core in shape.blocks[kind].attention:
-            elements, divided = cached_elements(core, shape.blocks[kind])
-            ranks = np.minimum(at.tp, core.kv_heads) if divided else 1.0
-            kept = 1.0 if core.window is None else _kept(core.window, length)
-            of_kind[kind].append(elements * at.cache / ranks * kept)
-    total = np.zeros(np.broadcast(at.tp, at.cache, length).shape)
-    for kind in shape.layers:
-        for cached in of_kind[kind]:
-            total = total + cached
-    found: Floats = total * _stage_layers(shape, at) / len(shape.layers) / at.attention_dp / at.cp
-    return found
+    """Bytes that one token leaves in the cache of the peak GPU, on average over the data ranks and
+    over a request of `length` tokens, see `serving_rank.cached_elements`."""
+    of_kind = {
+        kind: cached_elements(block, at, length) * at.cache / at.dp
+        for kind, block in shape.blocks.items()
+    }
+    return _largest_stage(shape, of_kind, at)
 
 
-def _kept(window: int, length: Floats | float) -> Floats:
-    """Share of a request's tokens that a layer with a window holds; an infinite one: all."""
-    found: Floats = np.where(np.isinf(length), 1.0, np.minimum(window / length, 1.0))
+def _largest_stage(shape: ModelShape, of_kind: dict[str, Floats], at: ReplicaColumns) -> Floats:
+    """The sum over the layers of the largest stage of what each kind has."""
+    total = sum(shape.layers.count(kind) * of_kind[kind] for kind in dict.fromkeys(shape.layers))
+    found: Floats = total * _stage_layers(shape, at) / len(shape.layers)
     return found
 
 
@@ -182,21 +168,22 @@ def _stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
 def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepParts:
     """Seconds of one step, see the head of the file."""
     constants = at.constants
-    # From here on of one rank: its part of the prompts, and every row that decodes.
-    load = dataclasses.replace(load, prefill_tokens=load.prefill_tokens / at.cp)
-    tokens = load.prefill_tokens + load.decode_batch
+    around = constants.step_time + constants.sequence_time * load.decode_batch
+    # From here on of one data rank.
+    rows = load.decode_batch / at.dp
+    load = load._replace(prefill_tokens=load.prefill_tokens / at.dp, decode_batch=rows)
+    tokens = own_tokens(load.tokens, at.cp)
     layers = np.zeros(np.broadcast(tokens, at.tp).shape)
     for kind in dict.fromkeys(shape.layers):
         layers = layers + shape.layers.count(kind) * _layer(shape, shape.blocks[kind], at, load)
-    sampled = np.maximum(load.decode_batch, 1.0)
-    head = _products(shape.blocks["head"], at, sampled)
+    sampled = np.maximum(rows, 1.0)
+    head = _matmuls(shape.blocks["head"], at, sampled)
     vocab = ACTIVATION * 4 * shape.vocab / at.tp * sampled / (_bandwidth(at) * TRAFFIC_RATE)
     head = head + vocab
     hop = np.zeros_like(layers)
     if np.any(at.pp > 1):
         sent = ACTIVATION * tokens * shape.hidden / at.tp
         hop = np.where(at.pp > 1, point_to_point(sent, at.tp, at.platform), hop)
-    around = constants.step_time + constants.sequence_time * load.decode_batch
     step = layers + head + hop * (at.pp - 1) + around
     share = _stage_layers(shape, at) / len(shape.layers)
     stage = layers * share + np.where(at.pp > 1, hop, head + around)
@@ -206,14 +193,12 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
 
 def _layer(shape: ModelShape, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
     constants = at.constants
-    tokens = load.prefill_tokens + load.decode_batch
-    mine = tokens / at.attention_dp
-    time = _products(block, at, tokens)
+    tokens = own_tokens(load.tokens, at.cp)
+    time = _matmuls(block, at, tokens)
     for core in block.attention:
-        time = time + _attention(core, block, at, load) + _over_context(core, block, at, load)
-    inside = sum(m.forward for m in block.memory_bound if m.split != "outside")
-    outside = sum(m.forward for m in block.memory_bound if m.split == "outside")
-    moved = ACTIVATION * mine * (inside / at.tp + outside)
+        one = rank_core(core, block, at)
+        time = time + _attention(one, at, load) / at.cp + _over_context(one, at, load)
+    moved = ACTIVATION * sum(fused_elements(block, at, tokens))
     time = time + moved / (_bandwidth(at) * TRAFFIC_RATE)
     if any(p.groups > 1 for p in block.products):
         time = time + constants.expert_time
@@ -227,102 +212,66 @@ def _kernels(block: BlockShape, at: ReplicaColumns) -> Floats:
     """Kernels of a layer in a step: fused products, which quantize their input where they run in
     fewer than 16 bits, attention cores, and what is bound by memory."""
     products = len(together(block.products))
-    others = len(block.attention) + sum(1 for m in block.memory_bound if m.forward > 0)
+    others = len(block.attention) + len(fused_elements(block, at, 1.0))
     found: Floats = products * (1 + at.few_bits) + others
     return found
 
 
-def _products(block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
+def _matmuls(block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
     time = np.zeros(np.broadcast(tokens, at.tp).shape)
-    for same in together(block.products):
-        first = same[0]
-        if first.groups > 1:
-            time = time + _expert_product(first, at, tokens)
-            continue
-        n, k = divided(first.split, float(sum(p.n for p in same)), float(first.k), at.tp)
-        time = time + _product(tokens / at.attention_dp, n, k, at, at.weight)
+    for one in rank_matmuls(block, at, tokens, _uneven(at)):
+        time = time + (_expert_matmul(one, at) if one.grouped else _matmul(one, at))
     return time
 
 
-def _product(
-    rows: Floats, n: Floats | float, k: Floats | float, at: ReplicaColumns, weight: Floats
-) -> Floats:
-    """Seconds of [rows, k] x [k, n]."""
+def _matmul(one: RankMatmul, at: ReplicaColumns) -> Floats:
+    """Seconds of a linear layer's."""
+    rows, n, k = one.rows, one.n, one.k
     constants = at.constants
     rate = np.where(at.few_bits > 0, constants.matrix_rate_8, constants.matrix_rate) * at.flops
     sms = at.platform.machine.sms
     padded = np.ceil(rows / ROUNDED) * ROUNDED
     tiles = np.ceil(rows / TILE) * np.ceil(n / TILE)
     compute = 2 * padded * n * k / rate * (1 + sms / (2 * np.maximum(tiles, sms / 2)))
-    moved = weight * n * k / constants.weight_rate
+    moved = at.weight * n * k / constants.weight_rate
     moved = moved + ACTIVATION * rows * (k + n) / TRAFFIC_RATE
     found: Floats = np.where(rows > 0, np.maximum(compute, moved / _bandwidth(at)), 0.0)
     return found
 
 
-def touched_share(chosen: Floats | float, tokens: Floats) -> Floats:
-    """Share of the experts that `tokens` tokens reach, each of which chooses a share `chosen`.
-
-    Popularity differs between experts by a gamma distribution of variance `POPULARITY` (mean 1),
-    so that an expert is reached by none with (1 + v x)^(-1/v) where evenly chosen ones are by
-    exp(-x), x = -tokens log(1 - chosen).
-    """
-    drawn = -tokens * np.log1p(-np.minimum(chosen, 1 - 1e-9))
-    found: Floats = 1 - (1 + POPULARITY * drawn) ** (-1 / POPULARITY)
-    return np.maximum(found, np.minimum(chosen, tokens))
-
-
-def _expert_product(p: MatrixProduct, at: ReplicaColumns, tokens: Floats) -> Floats:
-    """Seconds of one grouped product: experts of this rank that any token reaches are read."""
-    constants = at.constants
-    ranks = at.tp * at.attention_dp
-    held = np.maximum(p.groups / at.ep, 1.0)
-    inside = np.maximum(ranks / at.ep, 1.0)
-    touched = held * touched_share(np.minimum(p.count / p.groups, 1.0), tokens)
-    touched = np.maximum(touched, np.minimum(tokens * p.count / at.ep, 1.0))
-    rows = tokens * p.count / at.ep * _uneven(at)
+def _expert_matmul(one: RankMatmul, at: ReplicaColumns) -> Floats:
+    """Seconds of a grouped one: experts that any of the replica's tokens reaches are read."""
+    constants, touched = at.constants, one.experts
     rate = np.where(at.few_bits > 0, constants.matrix_rate_8, constants.matrix_rate) * at.flops
-    size = p.n * p.k / inside
-    compute = 2 * np.maximum(rows, touched * ROUNDED) * size / (rate * constants.expert_rate)
+    size = one.n * one.k
+    compute = 2 * np.maximum(one.rows, touched * ROUNDED) * size / (rate * constants.expert_rate)
     moved = at.expert_weight * touched * size / (constants.weight_rate * constants.expert_rate)
-    moved = moved + ACTIVATION * rows * (p.n + p.k) / inside / TRAFFIC_RATE
-    found: Floats = np.where(tokens > 0, np.maximum(compute, moved / _bandwidth(at)), 0.0)
+    # The constants were fitted with both sides divided over the ranks of an expert; one is whole.
+    sides = one.n + one.k / at.expert_tp if one.split == "column" else one.n / at.expert_tp + one.k
+    moved = moved + ACTIVATION * one.rows * sides / TRAFFIC_RATE
+    found: Floats = np.where(one.rows > 0, np.maximum(compute, moved / _bandwidth(at)), 0.0)
     return found
 
 
-def _attention(core: Attention, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
+def _attention(one: RankCore, at: ReplicaColumns, load: StepLoad) -> Floats:
     constants = at.constants
-    machine = at.platform.machine
-    window = np.inf if core.window is None else float(core.window)
-    heads = np.maximum(core.heads / at.tp, 1.0)
-    width = core.head_dim + core.value_dim
-    pairs = load.prefill_tokens / at.attention_dp * np.minimum(load.prefill_context, window)
-    prompt = 2 * heads * width * pairs / (machine.flops * constants.prefill_rate)
-    elements, by_heads = cached_elements(core, block)
-    ranks = np.minimum(at.tp, core.kv_heads) if by_heads else 1.0
-    seen = load.decode_batch / at.attention_dp / at.cp * np.minimum(load.decode_context, window)
-    read = seen * elements * at.cache / ranks / (_bandwidth(at) * constants.cache_rate)
-    absorbed = 2 * heads * 2 * elements * seen if not by_heads else 2 * heads * width * seen
-    computed = absorbed / (machine.flops * constants.prefill_rate)
+    rate = at.platform.machine.flops * constants.prefill_rate
+    width = one.head_dim + one.value_dim
+    prompt = 2 * one.heads * width * load.prefill_tokens * one.seen(load.prefill_context) / rate
+    seen = load.decode_batch * one.seen(load.decode_context)
+    read = seen * one.cached * at.cache / (_bandwidth(at) * constants.cache_rate)
+    computed = 2 * one.heads * (2 * one.latent or width) * seen / rate
     found: Floats = prompt + np.maximum(read, computed)
     return found
 
 
-def _over_context(core: Attention, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
-    """Seconds in which context ranks gather queries, keys and values of prompts, and sum what each
-    attended to, in fp32."""
-    if np.all(at.cp == 1):
-        return np.zeros_like(load.prefill_tokens + at.cp)
-    heads = np.maximum(core.heads / at.tp, 1.0)
-    elements, by_heads = cached_elements(core, block)
-    ranks = np.minimum(at.tp, core.kv_heads) if by_heads else 1.0
-    tokens, result = load.prefill_tokens * at.cp, 4.0 * heads * core.value_dim
-    sent = ACTIVATION * tokens * (heads * core.head_dim + elements / ranks)
-    talk = group(ALL_GATHER, sent, at.cp, at.tp, at.platform)
-    talk = talk + group(REDUCE_SCATTER, tokens * result, at.cp, at.tp, at.platform)
-    talk = talk + group(ALL_REDUCE, load.decode_batch * result, at.cp, at.tp, at.platform)
-    found: Floats = np.where(at.cp > 1, talk, 0.0)
-    return found
+def _over_context(core: RankCore, at: ReplicaColumns, load: StepLoad) -> Floats:
+    total = np.zeros_like(load.tokens + at.cp)
+    for name, nbytes in context_collectives(core, at, load.tokens, ACTIVATION):
+        if np.any(at.cp > 1):
+            seconds = group(name, nbytes, at.cp, at.tp, at.platform)
+            total = total + np.where((at.cp > 1) & (nbytes > 0), seconds, 0.0)
+    return total
 
 
 def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
@@ -333,7 +282,7 @@ def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floa
     expert = 1 if any(p.groups > 1 for p in rows) else 0
     if dense > 1 and expert:
         dense = 1  # shared experts are summed with the routed ones
-    size = ACTIVATION * tokens / at.attention_dp * shape.hidden
+    size = ACTIVATION * tokens * shape.hidden
     one = group(ALL_REDUCE, size, at.tp, np.ones_like(at.tp), at.platform)
     machine = at.platform.machine
     unknown = np.array([not curves.points for curves in machine.curves])[machine.which.astype(int)]
@@ -351,7 +300,7 @@ def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floa
         top = max(p.count for p in rows if p.groups > 1)
         sent = size * top * _uneven(at)
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, np.ones_like(at.tp), at.platform)
-        spread = at.attention_dp > 1
+        spread = at.dp > 1
         talk = talk + np.where(spread, moved, one)
     found: Floats = talk
     return found
@@ -361,21 +310,6 @@ def _uneven(at: ReplicaColumns) -> Floats:
     """Tokens of the most loaded expert rank over the mean, at most all of them."""
     found: Floats = np.minimum(at.imbalance, np.maximum(at.ep, 1.0))
     return found
-
-
-def _held(block: BlockShape, at: ReplicaColumns) -> Floats:
-    """Bytes of a block's weights on one rank."""
-    total = np.zeros(np.broadcast(at.tp, at.weight).shape)
-    ranks = at.tp * at.attention_dp
-    for w in block.weights:
-        if w.split == "expert":
-            total = total + w.elements * at.expert_weight / ranks
-        elif block.kind in ("embedding",) or w.split == "outside":
-            total = total + w.elements * ACTIVATION / (at.tp if w.split != "outside" else 1.0)
-        else:
-            for elements, units in w.segments:
-                total = total + elements * at.weight / np.minimum(at.tp, units)
-    return total
 
 
 def _bandwidth(at: ReplicaColumns) -> Floats:

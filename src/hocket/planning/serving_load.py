@@ -30,9 +30,9 @@ import numpy as np
 from hocket.cost.constants import Platform
 from hocket.cost.machine import stack_machines
 from hocket.cost.serving_constants import ServingConstants
+from hocket.cost.serving_rank import StepLoad
 from hocket.cost.serving_step import (
     ReplicaColumns,
-    StepLoad,
     cache_bytes,
     sampler_seconds,
     step_parts,
@@ -165,7 +165,7 @@ def load_columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumn
     """Rows of one model; `which`: the `prefill` or `decode` workers of separated ones."""
     prices = [_workers(r, which).prices if which else r.prices for r in rows]
     parts = [p.replica for p in prices]
-    names = ("tp", "pp", "ep", "attention_dp", "weight", "expert_weight", "cache", "flops")
+    names = ("tp", "pp", "ep", "dp", "weight", "expert_weight", "cache", "flops")
     values: dict[str, Any] = {
         n: np.concatenate([getattr(p, n) for p in parts]) for n in (*names, "few_bits")
     }
@@ -212,7 +212,7 @@ def continuous(at: LoadColumns) -> LoadSolution:
     closed = np.isfinite(at.load) & np.isinf(at.goal)
     running = np.maximum(np.minimum(at.load, most), 1.0)
     context = at.prompt + at.output / 2
-    budget = c.max_num_batched_tokens * at.replica.attention_dp
+    budget = c.max_num_batched_tokens * at.replica.dp
     # Prompts arrive b / output a step; beyond what steps take, requests wait for their prompt.
     decoding = np.minimum(running, budget * at.output / (at.prompt + at.output))
     demand = decoding * at.prompt / at.output
@@ -298,7 +298,7 @@ def separated(
     decoders = np.array([float(_workers(r, "decode").number) for r in rows])
     together = np.array([float(_workers(r, "prefill").batch) for r in rows])
     none = np.zeros_like(workers)
-    batched = together * first.replica.attention_dp
+    batched = together * first.replica.dp
     own = first.step(first.prompt * batched, (first.prompt + 1) / 2, none, none)
     rate = workers * batched / own
     most = np.minimum(then.requests(then.prompt + then.output), c.max_sequences)
