@@ -46,7 +46,8 @@ def test_steps_are_those_of_the_service_planner(text: str) -> None:
     row = found.memory[0]
     assert row["weights"] == round(prices.weight_bytes)
     assert row["total"] == row["weights"] + row["step"] + row["cache"] <= found.capacity
-    assert found.cache_tokens == pytest.approx(prices.capacity(0.9), abs=16)
+    most = 2 * SIZES.rows * SIZES.longest  # as `hocket serve` allocates
+    assert found.cache_tokens == pytest.approx(min(most, prices.capacity(0.9)), abs=16)
     assert found.loads
     assert found.needs
     assert any("no run of hocket" in note for note in found.notes)
@@ -79,6 +80,7 @@ def test_data_ranks_over_experts_are_one_replica() -> None:
             EXPERTS, SIZES, [Layout(dp=8, ep=8), Layout(dp=8), Layout(dp=4, ep=2)]
         )
     }
+    assert whole.cache_tokens == 8 * whole.memory[0]["cache"] // whole.cache_bytes
     assert rows["dp8.ep8"].ranks == 8
     assert rows["dp8.ep8"].tokens_per_second == pytest.approx(whole.tokens_per_second)
     assert rows["dp8"].tokens_per_second == pytest.approx(8 * apart.tokens_per_second)

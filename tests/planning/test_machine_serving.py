@@ -15,7 +15,7 @@ from hocket.cost.measured_serving import (
     MeasuredReplica,
     MeasuredServing,
 )
-from hocket.planning import machine_choice, measured_servers
+from hocket.planning import machine_choice
 from hocket.planning import machine_serving as planning
 from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.planning.machine_serving import EngineSizes, MeasuredSteps
@@ -288,6 +288,14 @@ def test_layers_like_llamas_have_less_between_their_products() -> None:
 SIZES = EngineSizes(batch_tokens=64, rows=16, longest=128)
 
 
+def memory_of(
+    replica: MeasuredReplica, where: MeasuredMachine, sizes: EngineSizes
+) -> tuple[list[dict[str, int]], int]:
+    stages = replica.stage_bytes(sizes.batch_tokens, sizes.rows)
+    room = where.room(replica.layout.world_size)
+    return planning.rank_memory(stages, sizes, room, replica.layout)
+
+
 def test_bytes_are_counted_exactly() -> None:
     layer = H * H * 2 + 2 * H * H // 2 + 3 * H * INNER
     one = MeasuredReplica(shape=shape(), layout=Layout())
@@ -334,7 +342,7 @@ def test_experts_are_counted_on_the_ranks_that_hold_them() -> None:
         assert layout.world_size == ranks
         replica = MeasuredReplica(shape=given, layout=layout)
         assert replica.weight_bytes(0) == 4 * (layers + ends), text
-        rows, _ = measured_servers.capacity(replica, machine(), SIZES, ranks)
+        rows, _ = memory_of(replica, machine(), SIZES)
         assert [row["weights"] for row in rows] == [replica.weight_bytes(0)] * ranks
     # Counts, tokens there and tokens back in each layer; with even routing as many rows as before.
     slow, quick = (machine(latency=latency).measured for latency in (0.01, 1e-4))
@@ -344,6 +352,23 @@ def test_experts_are_counted_on_the_ranks_that_hold_them() -> None:
         for one in (slow, quick)
     ]
     assert seconds[0] - seconds[1] == pytest.approx(LAYERS * 3 * 0.01, rel=0.1)
+    # Two data ranks are one replica, with steps, rows and a cache each.
+    found = MeasuredServers(given, machine()).replica(Layout.parse("dp2.ep2"), SIZES)
+    assert (found.data_ranks, found.cache_tokens) == (2, 2 * 2 * SIZES.rows * SIZES.longest)
+
+
+def test_data_ranks_of_a_replica_share_its_load() -> None:
+    fast = machine(latency=1e-9)
+    one, two = prices("dp1", where=fast), prices("dp2", where=fast)
+
+    def same(seconds: float) -> object:
+        return pytest.approx(seconds, rel=1e-3)  # the plan is sent
+
+    assert float(two.step_seconds(0, 0, 16, 64)) == same(float(one.step_seconds(0, 0, 8, 64)))
+    assert two.decode_seconds(16, 64) == same(one.decode_seconds(8, 64))
+    # A prompt alone, and its tokens, are one rank's.
+    assert two.prefill_seconds(64, 32) == same(one.prefill_seconds(64, 32))
+    assert two.decode_seconds(1, 64) == same(one.decode_seconds(1, 64))
 
 
 def test_replicas_hold_all_experts_and_no_more() -> None:
@@ -409,14 +434,14 @@ def test_arrays_broadcast_and_an_empty_step_costs_nothing() -> None:
 
 def test_capacity() -> None:
     replica = MeasuredReplica(shape=shape(), layout=Layout(tp=2))
-    rows, tokens = measured_servers.capacity(replica, machine(), SIZES, 2)
+    rows, tokens = memory_of(replica, machine(), SIZES)
     assert tokens == 2 * 16 * 128  # as much as is of use
     assert len(rows) == 2
     assert rows[0]["total"] == sum(rows[0][k] for k in ("weights", "step", "cache"))
     asked = dataclasses.replace(SIZES, cache=replica.cache_bytes(0) * 100)
-    assert measured_servers.capacity(replica, machine(), asked, 2)[1] == 96  # whole blocks
+    assert memory_of(replica, machine(), asked)[1] == 96  # whole blocks
     little = machine(memory=2 * (replica.weight_bytes(0) + replica.step_bytes(0, 64, 16)) + 64)
-    assert measured_servers.capacity(replica, little, SIZES, 2)[1] == 0
+    assert memory_of(replica, little, SIZES)[1] == 0
 
 
 def test_a_forecast_holds_together() -> None:

@@ -125,14 +125,8 @@ class MeasuredReplica:
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """The kinds of the blocks of each stage, cut as the runtime cuts."""
         shape, number = self.shape, self.layout.pp
-        bounds: tuple[int, ...] = (len(shape.layers),)
-        if number > 1:
-            bounds = choose_cut(
-                self.layout.pipeline_split,
-                len(shape.layers),
-                number,
-                **shape.cut_costs(cuda=not self.cpu),
-            )
+        costs, split = shape.cut_costs(cuda=not self.cpu), self.layout.pipeline_split
+        bounds = choose_cut(split, len(shape.layers), number, **costs)
         return tuple(
             tuple(stage_blocks(shape, stage_layers(bounds, s), s == 0, s == number - 1))
             for s in range(number)
@@ -162,6 +156,19 @@ class MeasuredReplica:
         each has its tokens of every block."""
         elements = sum(cached_elements(self.blocks[k], self.layout) for k in self.stages[stage])
         return round(elements * (self.cached_bytes or self.state_bytes))
+
+    def stage_bytes(self, tokens: int, rows: int) -> list[dict[str, int]]:
+        """Of each stage the bytes of `weights`, of the largest `step` (of so many tokens, after
+        which the tokens of so many rows are drawn) and of one cached `token`, on the rank with
+        the most."""
+        return [
+            {
+                "weights": self.weight_bytes(stage),
+                "step": self.step_bytes(stage, tokens, rows),
+                "token": self.cache_bytes(stage),
+            }
+            for stage in range(self.layout.pp)
+        ]
 
     def step_bytes(self, stage: int, tokens: int, rows: int) -> int:
         """What a rank makes and drops in the largest step, at its peak: in the layer with
@@ -198,8 +205,7 @@ class MeasuredReplica:
         tables = self._tables
         normed = any(".q_norm." in f".{w.name}" for w in block.weights)
         found = 0.0
-        for core in block.attention:
-            one = rank_core(core, block, self.layout)
+        for one in self.cores[block.kind]:
             query, key = one.heads * one.head_dim, one.kv_heads * one.head_dim
             projected = query + key + one.kv_heads * one.value_dim
             standing = 3 * self.shape.hidden + tables + projected
@@ -240,15 +246,13 @@ class MeasuredServing:
         """Of its pipeline."""
         return self.replica.layout.pp
 
-    def step_seconds(
-        self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any, decode_context: Any
-    ) -> Floats:
+    def step_seconds(self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any,
+                     decode_context: Any) -> Floats:  # fmt: skip
         """Of a step through every stage. Arguments broadcast."""
         return self._each(0, prefill_tokens, prefill_context, decode_batch, decode_context)
 
-    def stage_seconds(
-        self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any, decode_context: Any
-    ) -> Floats:
+    def stage_seconds(self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any,
+                      decode_context: Any) -> Floats:  # fmt: skip
         """Of a step on its slowest stage."""
         return self._each(1, prefill_tokens, prefill_context, decode_batch, decode_context)
 
@@ -259,14 +263,17 @@ class MeasuredServing:
         """
         chunks = [min(chunk, tokens - at) for at in range(0, tokens, chunk)]
         starts = [sum(chunks[:number]) for number in range(len(chunks))]
-        each = [self._step(n, at + n / 2, 0.0, 1.0) for n, at in zip(chunks, starts, strict=True)]
+        dp = self.replica.layout.dp  # ranks, of which one has the prompt
+        attended = zip(chunks, starts, strict=True)
+        each = [self._step(dp * n, first + n / 2, 0.0, 1.0) for n, first in attended]
         slowest = [on_one for _, on_one in each]
         return sum(slowest[:-1]) + each[-1][0] if self.stages > 1 else sum(all_ for all_, _ in each)
 
     def decode_seconds(self, batch: float, context: float) -> float:
         """Of a round that gives each of `batch` requests a token."""
         parts = min(max(batch, 1.0), float(self.stages))
-        through, slowest = self._step(0.0, 0.0, batch / parts, context)
+        most = max(batch / parts, float(self.replica.layout.dp))  # one on the rank with the most
+        through, slowest = self._step(0.0, 0.0, most, context)
         return max(through, parts * slowest)
 
     def _each(self, which: int, *arguments: Any) -> Floats:
@@ -279,7 +286,7 @@ class MeasuredServing:
 
     def _step(self, n: float, k: float, b: float, c: float) -> tuple[float, float]:
         """(through all stages, on the slowest) of n prompt tokens and b decoding requests."""
-        step = StepLoad(n, k, b, c)
+        step = StepLoad(n, k, b, c).of_data_rank(self.replica.layout.dp)
         found = self._known.get(step)
         if found is None:
             each = [self._stage(stage, step) for stage in range(self.stages)]
@@ -298,11 +305,11 @@ class MeasuredServing:
             wait += kinds.count(kind) * asleep
         work += (STEP_CALLS + ROW_CALLS * step.decode_batch) * self._called("add")
         hidden = round(step.tokens * replica.shape.hidden * replica.state_bytes)
-        if stage + 1 < self.stages:
-            more, asleep = _both(self.links.message(hidden))
-            work, wait = work + more, wait + asleep
+        sent = [hidden] if stage + 1 < self.stages else []
         if replica.layout.world_size > 1:  # the plan, and from the last stage the result
-            more, asleep = _both(self.links.message(SMALL))
+            sent.append(SMALL)
+        for nbytes in sent:
+            more, asleep = _both(self.links.message(nbytes))
             work, wait = work + more, wait + asleep
         return work * self.slowdown + wait
 

@@ -29,7 +29,7 @@ from hocket.spec.serving import SPLIT_TOKENS
 
 class StepLoad(NamedTuple):
     """What one step does: prompt tokens with their mean attended context, decoding sequences with
-    theirs. Of a replica or of one of its data ranks; numbers or arrays."""
+    theirs. Of a replica, or of one of its data ranks; numbers or arrays."""
 
     prefill_tokens: Any
     prefill_context: Any
@@ -39,6 +39,12 @@ class StepLoad(NamedTuple):
     @property
     def tokens(self) -> Any:
         return self.prefill_tokens + self.decode_batch
+
+    def of_data_rank(self, dp: Any) -> StepLoad:
+        """The part of a replica's load that one of its `dp` data ranks has."""
+        return self._replace(
+            prefill_tokens=self.prefill_tokens / dp, decode_batch=self.decode_batch / dp
+        )
 
 
 class RankMatmul(NamedTuple):

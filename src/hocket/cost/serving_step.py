@@ -148,8 +148,7 @@ def cache_bytes(shape: ModelShape, at: ReplicaColumns, length: Floats | float = 
 def _largest_stage(shape: ModelShape, of_kind: dict[str, Floats], at: ReplicaColumns) -> Floats:
     """The sum over the layers of the largest stage of what each kind has."""
     total = sum(shape.layers.count(kind) * of_kind[kind] for kind in dict.fromkeys(shape.layers))
-    found: Floats = total * _stage_layers(shape, at) / len(shape.layers)
-    return found
+    return total * _stage_share(shape, at)
 
 
 def sampler_seconds(shape: ModelShape, at: ReplicaColumns) -> Floats:
@@ -159,9 +158,9 @@ def sampler_seconds(shape: ModelShape, at: ReplicaColumns) -> Floats:
     return found
 
 
-def _stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
-    """Layers of the largest stage."""
-    found: Floats = np.ceil(len(shape.layers) / at.pp)
+def _stage_share(shape: ModelShape, at: ReplicaColumns) -> Floats:
+    """Of all layers, those of the largest stage."""
+    found: Floats = np.ceil(len(shape.layers) / at.pp) / len(shape.layers)
     return found
 
 
@@ -169,14 +168,12 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
     """Seconds of one step, see the head of the file."""
     constants = at.constants
     around = constants.step_time + constants.sequence_time * load.decode_batch
-    # From here on of one data rank.
-    rows = load.decode_batch / at.dp
-    load = load._replace(prefill_tokens=load.prefill_tokens / at.dp, decode_batch=rows)
+    load = load.of_data_rank(at.dp)
     tokens = own_tokens(load.tokens, at.cp)
     layers = np.zeros(np.broadcast(tokens, at.tp).shape)
     for kind in dict.fromkeys(shape.layers):
         layers = layers + shape.layers.count(kind) * _layer(shape, shape.blocks[kind], at, load)
-    sampled = np.maximum(rows, 1.0)
+    sampled = np.maximum(load.decode_batch, 1.0)
     head = _matmuls(shape.blocks["head"], at, sampled)
     vocab = ACTIVATION * 4 * shape.vocab / at.tp * sampled / (_bandwidth(at) * TRAFFIC_RATE)
     head = head + vocab
@@ -185,8 +182,7 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
         sent = ACTIVATION * tokens * shape.hidden / at.tp
         hop = np.where(at.pp > 1, point_to_point(sent, at.tp, at.platform), hop)
     step = layers + head + hop * (at.pp - 1) + around
-    share = _stage_layers(shape, at) / len(shape.layers)
-    stage = layers * share + np.where(at.pp > 1, hop, head + around)
+    stage = layers * _stage_share(shape, at) + np.where(at.pp > 1, hop, head + around)
     stage = np.where(at.pp > 1, np.maximum(stage, layers / at.pp + head + around), stage)
     return StepParts(step=step, stage=stage)
 

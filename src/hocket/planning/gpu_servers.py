@@ -10,7 +10,7 @@ import dataclasses
 import functools
 
 from hocket.cost.serving import ServingPrices
-from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, usual
+from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, rank_memory, usual
 from hocket.planning.service.problem import ServiceProblem
 from hocket.simulation.traffic import Floats
 from hocket.spec.cluster import Cluster
@@ -72,19 +72,19 @@ class GpuServers:
         )
         prices = problem.prices(one.tp, one.pp, sizes.batch_tokens)
         available = int(self.usable * prices.memory)
-        weights, step = round(prices.weight_bytes), round(prices.overhead_bytes)
-        each = max(1, round(prices.cache_bytes))
-        tokens = sizes.tokens or (sizes.cache or max(0, available - weights - step)) // each
-        tokens = tokens // sizes.block_size * sizes.block_size
-        row = {"weights": weights, "step": step, "cache": tokens * each}
-        row["total"] = sum(row.values())
+        stage = {
+            "weights": round(prices.weight_bytes),
+            "step": round(prices.overhead_bytes),
+            "token": max(1, round(prices.cache_bytes * one.dp)),
+        }
+        memory, tokens = rank_memory([stage] * one.pp, sizes, available, one)
         steps = _Steps(prices)
         return ReplicaEstimate(
             steps=steps,
             alone=steps,
-            memory=tuple(dict(row) for _ in range(one.world_size)),
-            cache_tokens=tokens,
-            cache_bytes=each,
+            memory=tuple(memory),
+            cache_tokens=tokens * one.dp,
+            cache_bytes=stage["token"],
             capacity=available,
             data_ranks=one.dp,
             notes=(ASSUMED,),

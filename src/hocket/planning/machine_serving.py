@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,6 +76,32 @@ def usual(longest: int) -> Service:
     return Service(
         prompt_len=max(1, min(512, longest // 2)), output_len=max(1, min(128, longest // 4))
     )
+
+
+def rank_memory(
+    stages: Sequence[Mapping[str, int]], sizes: EngineSizes, available: int, layout: Layout
+) -> tuple[list[dict[str, int]], int]:
+    """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
+    tokens that the cache of a data rank holds (0: not even the weights fit).
+
+    Args:
+        stages: of each, bytes of `weights`, of the largest `step` and of one cached `token`.
+        available: bytes that a rank may hold; 0 if unknown. layout: of the replica.
+    """
+    most = 2 * sizes.rows * sizes.longest  # what is beyond only remembers prompts
+    tokens = []
+    for one in stages:
+        each = max(1, one["token"])
+        free = max(0, available - one["weights"] - one["step"]) // each
+        found = min(most, free) if available else most
+        tokens.append(sizes.tokens or (sizes.cache // each if sizes.cache else found))
+    fit = min(tokens) // sizes.block_size * sizes.block_size
+    rows = []
+    for one in stages:
+        row = {"weights": one["weights"], "step": one["step"], "cache": fit * one["token"]}
+        row["total"] = sum(row.values())
+        rows += [dict(row) for _ in range(layout.world_size // layout.pp)]
+    return rows, fit
 
 
 class ReplicaSteps(EngineStepCosts, Protocol):

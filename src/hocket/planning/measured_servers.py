@@ -8,7 +8,7 @@ from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
 from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
 from hocket.planning.machine_forecast import MeasuredMachine
-from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate
+from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, rank_memory
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.serving import cached_bytes, replica_layout
@@ -60,14 +60,17 @@ class MeasuredServers:
         def steps(busy: int) -> MeasuredServing:
             return MeasuredServing(replica, rates, links, machine.slowdown(busy))
 
-        memory, tokens = capacity(replica, machine, sizes, layout.world_size)
+        stages = replica.stage_bytes(sizes.batch_tokens, sizes.rows)
+        available = machine.room(layout.world_size)
+        memory, tokens = rank_memory(stages, sizes, available, replica.layout)
         return ReplicaEstimate(
             steps=steps(layout.world_size),
             alone=steps(layout.tp),
             memory=tuple(memory),
-            cache_tokens=tokens,
-            cache_bytes=max(replica.cache_bytes(stage) for stage in range(layout.pp)),
-            capacity=machine.room(layout.world_size),
+            cache_tokens=tokens * replica.layout.dp,
+            cache_bytes=max(one["token"] for one in stages),
+            capacity=available,
+            data_ranks=replica.layout.dp,
             notes=(*rates.notes, *links.notes, *_notes(machine)),
         )
 
@@ -82,34 +85,3 @@ def _notes(machine: MeasuredMachine) -> list[str]:
         f"fewer than {small} rows take the rate of {small}, and no less than streaming their "
         "weights"
     ]
-
-
-def capacity(
-    replica: MeasuredReplica, machine: MeasuredMachine, sizes: EngineSizes, ranks: int
-) -> tuple[list[dict[str, int]], int]:
-    """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
-    tokens that the replica's cache holds (0: not even the weights fit)."""
-    available = machine.room(ranks)
-    rows, tokens = [], None
-    for stage in range(replica.layout.pp):
-        weights = replica.weight_bytes(stage)
-        step = replica.step_bytes(stage, sizes.batch_tokens, sizes.rows)
-        each = max(1, replica.cache_bytes(stage))
-        if sizes.tokens:
-            here = sizes.tokens
-        elif sizes.cache:
-            here = sizes.cache // each
-        else:  # as much as the rows can fill, twice: what is beyond only remembers prompts
-            here = 2 * sizes.rows * sizes.longest
-            if available:
-                here = min(here, max(0, available - weights - step) // each)
-        tokens = here if tokens is None else min(tokens, here)
-        rows.append({"weights": weights, "step": step})
-    assert tokens is not None
-    tokens = tokens // sizes.block_size * sizes.block_size
-    found = []
-    for stage, row in enumerate(rows):
-        row["cache"] = tokens * replica.cache_bytes(stage)
-        row["total"] = sum(row.values())
-        found += [dict(row)] * (replica.layout.world_size // replica.layout.pp)
-    return found, tokens

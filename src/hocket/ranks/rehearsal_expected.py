@@ -92,14 +92,7 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
     )
     if any(p.groups > 1 for block in replica.shape.blocks.values() for p in block.products):
         replica = dataclasses.replace(replica, routing_bytes=_routing_bytes(spec))
-    return [
-        {
-            "weights": replica.weight_bytes(stage),
-            "step": replica.step_bytes(stage, sizes.max_num_batched_tokens, sizes.max_num_seqs),
-            "token": replica.cache_bytes(stage),
-        }
-        for stage in range(spec.layout.pp)
-    ]
+    return replica.stage_bytes(sizes.max_num_batched_tokens, sizes.max_num_seqs)
 
 
 def _routing_bytes(spec: RunSpec) -> int:
