@@ -1,7 +1,9 @@
-"""Servers on GPUs: a replica's seconds and bytes by the service planner's constants.
+"""Servers on GPUs: a replica's seconds by the service planner's constants, its bytes as rehearsals
+find them.
 
-What a rank holds and how fast it steps is `service.problem.ServiceProblem`'s, as `hocket plan
---serve` has it; the engine's own sizes and the GPUs that are there bound it.
+How fast it steps is `service.problem.ServiceProblem`'s, as `hocket plan --serve` has it. What its
+ranks hold is `MeasuredReplica`'s, in addition to what the planner's constants say of the process:
+context, workspaces, graphs and the buffers of collectives.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hocket.cost.serving import ServingPrices
+from hocket.cost.measured_serving import MeasuredReplica
+from hocket.cost.serving import COMMUNICATION_BYTES, ServingPrices
 from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, rank_memory, usual
 from hocket.planning.service.problem import ServiceProblem
-from hocket.simulation.traffic import Floats
 from hocket.spec.cluster import Cluster
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
-from hocket.spec.serving import replica_layout
+from hocket.spec.serving import cached_bytes, replica_layout
 
 ASSUMED = (
     "steps are those of a tuned server on this GPU, fitted to published measurements: no run of "
@@ -72,46 +74,38 @@ class GpuServers:
         )
         prices = problem.prices(one.tp, one.pp, sizes.batch_tokens)
         available = int(self.usable * prices.memory)
-        stage = {
-            "weights": round(prices.weight_bytes),
-            "step": round(prices.overhead_bytes),
-            "token": max(1, round(prices.cache_bytes * one.dp)),
-        }
-        memory, tokens = rank_memory([stage] * one.pp, sizes, available, one)
+        around = prices.replica.constants.overhead_bytes
+        around += COMMUNICATION_BYTES if one.world_size > 1 else 0.0
+        stages = MeasuredReplica(
+            shape=self.shape,
+            layout=one,
+            dtype=sizes.dtype,
+            quantization="fp8" if self.precision == "fp8" else None,
+            cpu=False,
+            cached_bytes=cached_bytes(sizes.kv_cache_dtype),
+        ).stage_bytes(sizes.batch_tokens, sizes.rows)
+        for stage in stages:
+            stage["step"] += round(around)
+        memory, tokens = rank_memory(stages, sizes, available, one)
         steps = _Steps(prices)
         return ReplicaEstimate(
             steps=steps,
             alone=steps,
             memory=tuple(memory),
             cache_tokens=tokens * one.dp,
-            cache_bytes=stage["token"],
+            cache_bytes=max(stage["token"] for stage in stages),
             capacity=available,
             data_ranks=one.dp,
             notes=(ASSUMED,),
         )
 
 
-@dataclasses.dataclass(frozen=True)
 class _Steps:
     """Prices as `machine_serving.ReplicaSteps`."""
 
-    prices: ServingPrices
-
-    @property
-    def stages(self) -> int:
-        return self.prices.stages
-
-    def step_seconds(self, prefill_tokens: Floats, prefill_context: Floats, decode_batch: Floats,
-                     decode_context: Floats) -> Floats:  # fmt: skip
-        return self.prices.step_seconds(
-            prefill_tokens, prefill_context, decode_batch, decode_context
-        )
-
-    def stage_seconds(self, prefill_tokens: Floats, prefill_context: Floats, decode_batch: Floats,
-                      decode_context: Floats) -> Floats:  # fmt: skip
-        return self.prices.stage_seconds(
-            prefill_tokens, prefill_context, decode_batch, decode_context
-        )
+    def __init__(self, prices: ServingPrices) -> None:
+        self.prices, self.stages = prices, prices.stages
+        self.step_seconds, self.stage_seconds = prices.step_seconds, prices.stage_seconds
 
     def prefill_seconds(self, tokens: int, chunk: int) -> float:
         return self.prices.prefill_seconds(tokens, chunk=chunk).item()
