@@ -2,7 +2,7 @@
 
     matrix product   [T, k] x [k, n]:  max of 2 T n k / (rate x share) with half a wave of tiles
                      more, and of the weights' and activations' bytes over the bandwidth
-    experts          of E, E (1 - (1 - top_k / E)^T) are read by T tokens
+    experts          those that any token reaches are read (`serving_rank.touched_share`)
     attention        prompts: 2 heads (d_k + d_v) pairs / (rate x share)
                      decode: cached bytes of all running sequences / (bandwidth x share)
     memory-bound     bytes / (bandwidth x share)
