@@ -134,7 +134,7 @@ def test_a_fork_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     options = SimpleNamespace(
         max_restarts=3, resume=False, elastic=True, replicate_state=None, on_divergence="stop"
     )
-    spec: Any = SimpleNamespace(options=options, layout=SimpleNamespace(world_size=2))
+    spec: Any = SimpleNamespace(options=options, layout=SimpleNamespace(world_size=2), base=None)
     error = RankFailure("the fork server (process 7) was killed by SIGKILL")
     error.rank, error.cause = None, "was killed by SIGKILL"  # type: ignore[attr-defined]
     for revived, ends, notes in ((True, 1, 1), (True, 2, 1), (False, 1, 0)):

@@ -191,7 +191,7 @@ def _repo_of(spec: RunSpec) -> repo_id.RepoId | None:
 
 def require_own_base(folder: RunFolder, spec: RunSpec) -> None:
     """Raise WeightsError where the weights of a run with LoRA are others than it began with."""
-    weights = run_source(spec).weights
+    weights = None if spec.base is None else run_source(spec).weights
     if weights is not None:
         require_base(f"the adapter in {folder.path}", spec.base, weights)
 
