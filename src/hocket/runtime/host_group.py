@@ -63,4 +63,7 @@ class HostProcessGroup(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        """None while torch makes the group: a flight recorder that it attached to one with devices
+        (from 2.15 on) would ask for a backend in C++, which a group in Python has not."""
+        made = self in dist.distributed_c10d._world.pg_map
+        return [torch.device("cpu")] if made else []
