@@ -9,7 +9,7 @@ attention function runs them through PyTorch's variable-length flash attention
 (`torch.nn.attention.varlen`), where that takes the layer (`spec.attention_kernel`):
 
     rows are whole, no window           no mask: scaled_dot_product_attention(is_causal=True)
-    rows are packed, or a window        boundaries  ->  varlen_attn(cu_seq, window_size=(w - 1, 0))
+    rows are packed, or a window        boundaries  ->  flash_varlen(cu_seq, window_size=(w - 1, 0))
         that it does not take           boundaries  ->  flex attention (`models.flex_attention`)
         nor flex attention              boundaries  ->  a mask made from them on the device
     padding, prefixes, chunks           as transformers does it
@@ -44,6 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hocket.models import flex_attention
 from hocket.models.attention_layers import FLEX
+from hocket.models.flash_varlen import flash_varlen
 from hocket.models.rows import mask_documents
 from hocket.spec.attention_kernel import AttentionKernel, AttentionLayer, attention_kernel
 
@@ -98,15 +99,11 @@ def _varlen(  # noqa: PLR0917
     scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Query [B * S, A, D], key and value [B * S, K, D] to [B * S, A, D]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
+    return flash_varlen(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale,
         window_size=(-1, 0) if window >= longest else (window - 1, 0),
         enable_gqa=key.shape[1] != query.shape[1],
     )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out
 
 
 _BLOCKS: Any = WeakTensorKeyDictionary()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hocket.models.flash_varlen import flash_varlen
 from hocket.models.latent import LatentHeads
 from hocket.serving.engine import attention_latent
 from hocket.serving.engine.attention import Options
@@ -104,12 +105,10 @@ def attend_pools(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: 
 
 
 def _varlen(q: Tensor, pools: Pools, step: DeviceStep, options: Options, *, split: bool) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     assert options.softcap is None
     assert options.sinks is None
     keys, values = pools
-    out: Tensor = varlen_attn(  # type: ignore[assignment]
+    return flash_varlen(
         # The second offsets are those of keys that are packed; of pages their number alone counts.
         q.contiguous(), keys, values, step.begins, None if split else step.begins,
         step.most, step.longest, scale=options.scaling,
@@ -117,7 +116,6 @@ def _varlen(q: Tensor, pools: Pools, step: DeviceStep, options: Options, *, spli
         enable_gqa=True, seqused_k=step.lengths, block_table=step.tables,
         num_splits=None if split else 1,
     )  # fmt: skip
-    return out
 
 
 # --- the trial ------------------------------------------------------------------------------------
