@@ -300,5 +300,6 @@ class FakeGpu:
             "default_stream": lambda device=None: stream,
             "stream": lambda given: given or stream,
             "set_stream": lambda given: None,
+            "is_current_stream_capturing": lambda: False,
             "graph_pool_handle": lambda: (0, 0),
         }

@@ -112,6 +112,7 @@ def generating(
     from torch._inductor import async_compile, compile_fx, output_code, utils
     from torch._inductor.fx_passes import joint_graph, pad_mm
     from torch._inductor.runtime import hints, triton_helpers, triton_heuristics
+    from torch.utils import _triton
 
     found = GeneratedKernels(device.capability)
     properties, arch = properties_of(device), _arch(device.capability)
@@ -168,12 +169,14 @@ def generating(
 
     driver: Any = triton.runtime.driver
     create: Any = hints.DeviceProperties.create
+    # What this process has found out about its own device, or about the GPU before this one.
+    answered = [one.cache_clear for one in vars(_triton).values() if hasattr(one, "cache_clear")]
     with contextlib.ExitStack() as stack:
         for module, name, answer in answers:
             stack.enter_context(mock.patch.object(module, name, answer, create=True))
         stack.enter_context(torch._dynamo.config.patch(fail_on_recompile_limit_hit=True))  # type: ignore[no-untyped-call]
         stack.enter_context(mock.patch.object(driver, "_active", _driver(arch)))
-        for forget in (torch._dynamo.reset, create.cache_clear, counters.clear):
+        for forget in (torch._dynamo.reset, create.cache_clear, counters.clear, *answered):
             cast(Callable[[], None], forget)()
             stack.callback(forget)
         yield found
