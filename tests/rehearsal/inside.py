@@ -283,6 +283,22 @@ def plain_launches(config: dict[str, Any]) -> dict[str, int]:
         return dict(execution.launches.kernels)
 
 
+def matmuls_in_8_bits() -> list[Any]:
+    """Shape of an 8-bit matmul made and of one written to a given tensor; launches of both."""
+    with executing(H100, 0, 1) as execution, execution.fake():
+        one = torch.empty(16, 32, dtype=torch.float8_e4m3fn, device=CUDA)
+        two = torch.empty(64, 32, dtype=torch.float8_e4m3fn, device=CUDA).t()
+        scale = torch.empty((), device=CUDA)
+        options: Any = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16}
+        execution.begin(Actions(0, CUDA))
+        made = torch._scaled_mm(one, two, **options)
+        given = torch.empty(16, 64, dtype=torch.bfloat16, device=CUDA)
+        written = torch._scaled_mm(one, two, **options, out=given)
+        execution.end()
+        launches = sum(n for k, n in execution.launches.kernels.items() if "_scaled_mm" in k)
+        return [list(made.shape), list(written.shape), written is given, launches]
+
+
 def flex_kernels(*, own: bool = False, **case: Any) -> dict[str, Any]:
     """`tests.rehearsal.flex_kernels.generated`. `own`: with the tiles that PyTorch chooses."""
     from unittest import mock

@@ -73,6 +73,10 @@ def test_host_reads_are_found_with_their_line(inside: Inside, inference: bool) -
         assert place.endswith("tests/rehearsal/inside.py"), place
 
 
+def test_matmuls_in_8_bits_may_be_written_to_a_given_tensor(inside: Inside) -> None:
+    assert inside("matmuls_in_8_bits") == [[16, 64], [16, 64], True, 2]
+
+
 def test_memory_by_owner_of_a_linear_layer(inside: Inside) -> None:
     width, rows = 256, 1024
     found = inside("memory", width=width, rows=rows)

@@ -197,10 +197,13 @@ def step_failed(model: str, found: RankRehearsal) -> ModelError:
             "too",
         )
     else:
+        sizes = re.search(r"size|shape|dimension|split|expand", message)
         failed = StepFailed(
             f"rank {found.rank} cannot execute a step of {model}: {message} (raised below {place})",
             hint="make the sizes in config.json fit each other: head_dim, num_attention_heads, "
-            "hidden_size, num_experts and num_experts_per_tok",
+            "hidden_size, num_experts and num_experts_per_tok"
+            if sizes
+            else "report it with what hocket doctor prints: hocket or torch cannot do this here",
         )
     failed.add_note(found.error)
     return failed
