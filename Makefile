@@ -19,7 +19,7 @@ JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
-.PHONY: help setup demo test test-all test-base test-gpu docs check bench
+.PHONY: help setup demo test test-all test-base test-newest test-gpu docs check bench
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +55,14 @@ test-base: ## the tests that need neither torch nor transformers, in a .venv-bas
 	$(PYTHON) -m venv --clear .venv-base
 	.venv-base/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[dev]'
 	.venv-base/bin/python -m pytest -m "not train and not torch and not ranks and not gpu" $(TESTS)
+
+# What pip gives a user today: on Linux torch is a CUDA build, of several GB. No GPU is needed.
+NEWEST := torch|triton|torchao|nvidia-ml-py
+test-newest: ## all tests with the newest torch and Triton, in .venv-newest: each week, and before a release
+	$(PYTHON) -m venv --clear .venv-newest
+	grep -vE '^($(NEWEST))==' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-newest/constraints.txt --editable '.[train,serve,lora,fp8,trackers,report,dev]'
+	.venv-newest/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 test-gpu: $(STAMP) ## the GPU tests; each is skipped, with a reason, where its GPUs are missing
 	$(BIN)/python -m pytest -m gpu tests/gpu $(TESTS)

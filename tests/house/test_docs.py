@@ -303,7 +303,18 @@ def test_torchrun_blocks_run_and_print_what_the_page_says(
 
 @pytest.mark.parametrize(
     "target",
-    ["setup", "demo", "test", "test-all", "test-base", "docs", "check", "bench", "help"],
+    [
+        "setup",
+        "demo",
+        "test",
+        "test-all",
+        "test-base",
+        "test-newest",
+        "docs",
+        "check",
+        "bench",
+        "help",
+    ],
 )
 def test_make_knows_its_targets(target: str) -> None:
     done = subprocess.run(
