@@ -19,6 +19,7 @@ from hocket.planning.stacks import ALIASES, STACKS
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.prediction_layers import COUNTS
 
 ASKED = ["llama-3-8b", "--cluster", "2x8xH100-SXM", "--seq-len", "2048", "--global-batch", "32"]
 
@@ -113,10 +114,10 @@ def test_layers_of_multi_token_prediction_are_not_planned_and_noted(
 ) -> None:
     """The configuration may be that of the language model of a multimodal one."""
     config = models.config("tiny-llama")
-    inside = {**config, "num_nextn_predict_layers": 1}
-    outside = {"model_type": "glm4v_moe", "text_config": inside}
+    given = {key: {**config, key: 1} for key in COUNTS}
+    outside = {"model_type": "glm4v_moe", "text_config": given[COUNTS[0]]}
     plans = []
-    for name, values in (("without", config), ("with", inside), ("inside", outside)):
+    for name, values in {"without": config, **given, "inside": outside}.items():
         file = tmp_path / name / "config.json"
         file.parent.mkdir()
         file.write_text(json.dumps(values))

@@ -13,6 +13,7 @@ import pytest
 from hocket.spec.errors import CheckpointError, OptionError
 from hocket.spec.placement import Placement
 from hocket.spec.plan import Split, WeightSegment
+from hocket.spec.prediction_layers import COUNTS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -206,17 +207,18 @@ def test_live_ranks_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [None, 0, 1])
+@pytest.mark.parametrize("key", COUNTS)
 def test_an_export_has_no_layers_of_multi_token_prediction(
-    tmp_path: Path, layers: int | None
+    tmp_path: Path, key: str, layers: int | None
 ) -> None:
     """Its configuration asks for none, whose weights no file of it holds, and is else the same."""
-    more = {} if layers is None else {"num_nextn_predict_layers": layers}
+    more = {} if layers is None else {key: layers}
     config = {**CONFIGS["llama"], **more}
     to = tmp_path / "out"
     export_checkpoint(saved(tmp_path / "c", whole_model(config)), to, ModelFiles(config=config))
     written = json.loads((to / "config.json").read_text())
     assert {key: written.get(key) for key in config} == {**config, **dict.fromkeys(more, 0)}
-    assert ("num_nextn_predict_layers" in written) == (layers is not None)
+    assert (key in written) == (layers is not None)
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:

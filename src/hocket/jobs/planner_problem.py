@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.global_batch import default_global_batch
+from hocket.spec.prediction_layers import prediction_layers
 
 if TYPE_CHECKING:
     from hocket.planning.problem import Problem
@@ -216,7 +217,7 @@ def positions_of(model: str) -> int | None:
 
 def prediction_note(model: str) -> str:
     """That a plan is without the layers of multi-token prediction; empty where there are none."""
-    if not _known_config(model).get("num_nextn_predict_layers"):
+    if not prediction_layers(_known_config(model)):
         return ""
     return "The plan is without the layer for multi-token prediction, which hocket does not train."
 

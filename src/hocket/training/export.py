@@ -23,6 +23,7 @@ from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, TensorRecord
 from hocket.spec.errors import CheckpointError, OptionError
 from hocket.spec.placement import Placement
+from hocket.spec.prediction_layers import prediction_layers
 from hocket.spec.tensor_file import ITEM_BYTES, TensorEntry, TensorFile, write_tensors
 
 if TYPE_CHECKING:
@@ -341,8 +342,7 @@ def _buffers(whole: Whole, names: SavedNames, wanted: list[str]) -> Iterator[Raw
 def _write_files(to: Path, files: ModelFiles, skeleton: Any, dtype: str) -> None:
     config = {**files.config, "architectures": [type(skeleton).__name__], "dtype": _SAID[dtype]}
     config.pop("torch_dtype", None)
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # multi-token prediction: transformers has none
+    config |= dict.fromkeys(prediction_layers(config), 0)
     _write_json(to / "config.json", config)
     generation = files.directory / "generation_config.json" if files.directory else None
     if generation is not None and generation.is_file():

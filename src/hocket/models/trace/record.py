@@ -41,8 +41,9 @@ class TracedSize:
 
 PRIMES = TracedSize()
 SHORTER = (457, 157, 73, 61, 37)
-"""Sequences of models that have fewer positions: primes followed by twice a large prime, so that no
-width of a model is a multiple of either (`Value.square`); 127 and 31 are followed by widths."""
+"""Sequences of models that have fewer positions: primes followed by twice a large prime, so that
+hardly a width of a model is a multiple of either (`Value.square`); 127 and 31 are followed by
+widths."""
 
 MOST_OPERATIONS = 2000
 """Of the forward of one part; a block of attention and experts has some hundred."""
