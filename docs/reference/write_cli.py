@@ -81,8 +81,8 @@ hocket train tiny-llama --data CHANGELOG.md --seq-len 64 --global-batch 8 --step
 ```
 
 ```text
-{"schema": 1, "event": "step", "step": 1, "steps": 5, "loss": 5.6, "lr": 0.001, ...}
-{"schema": 1, "event": "result", "run": "runs/tiny-llama-1", "steps": 5, "loss": 5.2, ...}
+{"schema": 1, "event": "step", "step": 1, "steps": 5, "loss": 5.5, "lr": 0.001, ...}
+{"schema": 1, "event": "result", "run": "runs/tiny-llama-1", "steps": 5, "loss": 4.8, ...}
 ```
 
 | event | what it is, and its keys |

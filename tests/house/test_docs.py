@@ -24,12 +24,14 @@ import pytest
 from hocket.cli.main import VERBS, main
 from hocket.jobs.tour_stops import STOPS, TIMED
 from hocket.schedules.registry import build_schedule
+from hocket.spec import renamed
 from hocket.spec.layout import Layout
 from tests.hub_server import TOKEN, Repo, folder
 from tests.rotation import part
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHANGES = ROOT / "CHANGELOG.md"
 GENERATED = ROOT / "docs" / "reference" / "cli.md"
 OF_THE_HUB = (ROOT / "docs" / "how-to" / "hub.md", ROOT / "README.md")
 """Their commands are run in their order, with a Hub on loopback."""
@@ -366,10 +368,22 @@ def test_a_layout_of_the_pages_has_a_schedule(text: str) -> None:
     build_schedule(layout, layout.microbatches or 4 * layout.pp)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, CHANGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_changes_name_flags_that_exist_and_every_deprecated_spelling() -> None:
+    text, _, deprecated = CHANGES.read_text("utf-8").partition("### Deprecated spellings\n")
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GENERATED.read_text("utf-8")))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= flags
+    names = {f"--{name.replace('_', '-')}" for name in (*renamed.OPTIONS, *renamed.SWITCHES)}
+    names |= {f"hocket {verb}" for verb in renamed.VERBS}
+    names |= {f"hocket.{name}" for name in renamed.EXPORTS}
+    names |= {*renamed.JSON_KEYS, *renamed.COMPLETION, *renamed.PARALLEL}
+    assert not [name for name in names if f"`{name}`" not in deprecated]
+    assert len(text + deprecated) >= 20_000, "commands of the pages train on it"
 
 
 def test_the_reference_is_what_the_commands_say() -> None:
