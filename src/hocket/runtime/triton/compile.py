@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import torch
 
-from hocket.runtime.triton import grouped_gemm, quantize_rows
+from hocket.runtime.triton import FUSED, grouped_gemm, quantize_rows
 from hocket.runtime.triton.paged_attention import AttentionTile, launch_of, padded
 from hocket.spec.attention_kernel import SHARED_MEMORY
 
@@ -234,7 +234,7 @@ def compile_for(configuration: KernelSpecialization, arch: int) -> Compiled:
     built = triton.compile(
         source,
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages, **FUSED},
     )
     registers, stack = _usage(built.asm["cubin"])
     chosen = [name for name, sign in TENSOR_CORE.items() if re.search(sign, built.asm["ptx"])]

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.runtime.triton import FUSED
 from hocket.runtime.triton.quantize_rows import output_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -210,7 +211,7 @@ def _multiply(
     grouped_mm_kernel[grid](
         x, weight, offsets, out, *scales, num_rows, num_groups, inner, outer, *x.stride(),
         *weight.stride(), **tile.forward_constants(x.dtype), num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages, **FUSED,
     )  # fmt: skip
     return out
 
@@ -231,6 +232,7 @@ def _weight_gradient(x: Tensor, gradient: Tensor, offsets: Tensor, weight: Tenso
     grouped_weight_gradient_kernel[grid](
         x, gradient, offsets, out, inner, outer, *x.stride(), *gradient.stride(), *out.stride(),
         **tile.constants(x.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **FUSED,
     )  # fmt: skip
     return out
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.runtime.triton import FUSED
+
 LARGEST_HEAD = 256
 BLOCK_MULTIPLE = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -304,11 +306,13 @@ def _paged_attention(  # noqa: PLR0917
         scale, softcap or 0.0, window or 0, query.stride(0), query.stride(1),
         num_tokens, num_rows, max_blocks, num_kv_heads,
         **launch.constants, num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
+        **FUSED,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(num_tokens * num_heads,)](
             target, lse, out, num_tokens * num_heads, splits, DV=value_size,
             DV_PAD=padded(value_size), SPLITS_PAD=1 << (splits - 1).bit_length(), num_warps=4,
+            **FUSED,
         )  # fmt: skip
     return out
 

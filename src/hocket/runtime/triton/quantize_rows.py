@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.runtime.triton import FUSED
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest value of e4m3 (Micikevicius et al. 2022, FP8 formats for deep learning, table 1)."""
@@ -81,7 +83,7 @@ def quantized_by_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     if out.numel():
         quantize_rows_kernel[(x.shape[0],)](
             x, out, scale, x.shape[1], x.stride(0), **TILE.constants(), num_warps=TILE.num_warps,
-            num_stages=TILE.num_stages,
+            num_stages=TILE.num_stages, **FUSED,
         )  # fmt: skip
     return out, scale
 
