@@ -214,12 +214,15 @@ def _saved(
 def attention_weights(
     query: int, key_value: int, output: int, heads: int, kv_heads: int
 ) -> tuple[Weight, ...]:
-    """Weights of an attention block from their elements, in the units that ranks hold whole."""
+    """Weights of an attention block from their elements, in the units that ranks hold whole. As all
+    here, they have the names of the matmuls that take them (`cost.local.matmul_shards`)."""
     return (
-        Weight(name="attention.query", elements=query, split="column", units=heads),
-        Weight(name="attention.key_value", elements=key_value, split="column", units=kv_heads),
-        Weight(name="attention.output", elements=output, split="row", units=heads),
-    )
+        Weight(
+            name="attention.query_key_value.weight", elements=query + key_value, split="column",
+            units=heads, copied_elements=key_value, copied_units=kv_heads,
+        ),
+        Weight(name="attention.output.weight", elements=output, split="row", units=heads),
+    )  # fmt: skip
 
 
 def _weights(
@@ -227,10 +230,14 @@ def _weights(
 ) -> Iterable[Weight]:
     bias = 0 if gated else 1
     inputs, width = 2 if gated else 1, hidden + bias
+    norms = Weight(name="norms_and_biases", elements=(2 + 4 * bias) * hidden, split="outside")
+    if bias:  # the order of GPT-2's own weights, else of Llama's
+        yield norms
     yield from attention_weights(hidden * width, 2 * kv * width, hidden * hidden, heads, kv_heads)
-    yield Weight(name="up", elements=inputs * ffn * width, split="column", units=ffn)
-    yield Weight(name="down", elements=ffn * hidden, split="row", units=ffn)
-    yield Weight(name="norms_and_biases", elements=(2 + 4 * bias) * hidden, split="outside")
+    yield Weight(name="mlp.up.weight", elements=inputs * ffn * width, split="column", units=ffn)
+    yield Weight(name="mlp.down.weight", elements=ffn * hidden, split="row", units=ffn)
+    if not bias:
+        yield norms
 
 
 def _table(hidden: int, vocab: int, name: str = "table") -> Weight:
@@ -259,6 +266,10 @@ def _embedding(hidden: int, vocab: int, positions: int, dropout: bool) -> BlockS
 
 def _head(hidden: int, vocab: int, gated: bool, tied: bool) -> BlockShape:
     bias = 0 if gated else 1
+    weights = (
+        _table(hidden, vocab, "table" if tied else "head"),
+        Weight(name="norm", elements=hidden * (1 + bias), split="outside"),
+    )
     return BlockShape(
         kind="head",
         products=(
@@ -274,8 +285,5 @@ def _head(hidden: int, vocab: int, gated: bool, tied: bool) -> BlockShape:
             Saved(name="logits input", bytes=2 * hidden, split="outside", view="fused"),
             Saved(name="logits", bytes=4 * vocab, split="vocab", view="fused"),
         ),
-        weights=(
-            _table(hidden, vocab, "table" if tied else "head"),
-            Weight(name="norm", elements=hidden * (1 + bias), split="outside"),
-        ),
+        weights=weights if bias else weights[::-1],
     )

@@ -218,7 +218,7 @@ def _experts(
         fused("mlp.experts", 4.0 * rows, "inside"),
         fused("add", 2.0 * k * h, "outside"),
     ]
-    weights = [w for w in block.weights if w.name not in ("up", "down")]
+    weights = [w for w in block.weights if w.name not in ("mlp.up.weight", "mlp.down.weight")]
     weights += [
         Weight(name="mlp.gate.weight", elements=experts * h, split="outside"),
         Weight(
@@ -242,9 +242,11 @@ def _experts(
             fused("mlp.shared_experts", 4.0 * shared, "inside"),
         ]
         weights += [
-            Weight(name="shared.up", elements=2 * shared * h, split="column", units=shared),
-            Weight(name="shared.down", elements=shared * h, split="row", units=shared),
-        ]
+            Weight(name="mlp.shared_experts.up.weight", elements=2 * shared * h, split="column",
+                   units=shared),
+            Weight(name="mlp.shared_experts.down.weight", elements=shared * h, split="row",
+                   units=shared),
+        ]  # fmt: skip
     return dataclasses.replace(
         block,
         kind="experts",

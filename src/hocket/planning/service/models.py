@@ -181,7 +181,7 @@ def mixture(
         ),
         MemoryBound(name="dispatch", forward=3 * top * hidden, backward=0.0, split="outside"),
     ]
-    weights = [w for w in block.weights if w.name.rpartition(".")[2] not in ("up", "down")]
+    weights = [w for w in block.weights if not w.name.startswith("mlp.")]
     assert len(weights) == len(block.weights) - 2
     weights += [
         Weight(name="mlp.gate", elements=hidden * experts, split="outside"),
