@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
+from hocket.launch.spare import is_spare
 from tests import rotation
 from tests.ranks import RankPool
 from tests.support.runs import job, text_in
-from tests.support.spares import is_spare
 
 pytestmark = [
     pytest.mark.train,

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from hocket.launch import Launcher, failure
-from hocket.launch.spare import SpareServer
+from hocket.launch.spare import SpareServer, is_spare
 from hocket.launch.watch import LEAVE, Watch
 from hocket.spec.errors import LayoutError, OptionError, RankFailure
 from tests.ranks import ROOT, RankPool
-from tests.support.spares import is_spare
 
 ranks_needed = pytest.mark.ranks
 CASES = "tests.launch.cases:"

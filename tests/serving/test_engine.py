@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from hocket.jobs.serving.llm import LLM, Completion
+from hocket.launch.spare import is_spare
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.timeline import Timeline
 from tests.families import PROMPTS, whole_model
 from tests.ranks import RankPool
-from tests.support.spares import is_spare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 

@@ -28,6 +28,13 @@ UNKNOWN = 1 << 16
 _ANSWER = 5.0
 
 
+def is_spare(pid: int) -> bool:
+    """Whether a process is a spare that waits."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == NAME
+    return False
+
+
 class SpareServer:
     """What `subprocess.Popen` is for a child, for a process that is none.
 
