@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -39,9 +39,6 @@ FIRST_WITH_8_BITS = 89
 
 CACHED_IN_8_BITS = "cache in 8 bits"
 """End of the variants of paged attention whose keys and values are."""
-
-FEW: Final = 16
-"""Bytes of stack a thread that no loop reads: four values stored once."""
 
 _RESERVED = 1024
 """Bytes of it that the driver takes for itself from sm_90 on, already taken off the limits."""
@@ -101,8 +98,7 @@ class Compiled:
     Attributes:
         arch: compute capability, 90 for sm_90.
         registers: of a thread.
-        stack: bytes of a thread; 0 unless registers spill. A few are no fault: values that are
-            stored once and read once, outside the loops (ptxas of CUDA 13.2 does so on sm_100).
+        stack: bytes of a thread; 0 unless registers spill.
         shared: bytes of a program.
         instruction: of the tensor core: mma, wgmma, tcgen05 or "".
     """
@@ -118,7 +114,7 @@ class Compiled:
         """What a shipped configuration must not do."""
         limit = SHARED_LIMIT[self.arch]
         found = []
-        if self.stack > FEW:
+        if self.stack:
             found.append(f"{self.stack} bytes of stack a thread")
         if self.shared > limit:
             found.append(f"{self.shared} of {limit} bytes of shared memory")
