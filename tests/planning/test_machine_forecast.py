@@ -268,7 +268,7 @@ def test_collectives_are_those_that_the_runtime_counts() -> None:
     ],
 )  # fmt: skip
 def test_a_step_has_the_seconds_of_every_collective_that_is_counted(text: str) -> None:
-    """What a step is priced by, name and axis by name and axis, is what the runtime counts."""
+    """What a step is predicted from, name and axis by name and axis, is what the runtime counts."""
     layout = Layout.parse(text)
     job = step_problem(MIXTURE if layout.ep > 1 else SHAPE, layout, WORK)
     prices = step_prices(job, *rates_of(job, MACHINE))
@@ -276,11 +276,11 @@ def test_a_step_has_the_seconds_of_every_collective_that_is_counted(text: str) -
     stage, rank = prices.stages[index], prices.ranks[index]
     inside = (*stage.forward_collectives, *stage.backward_collectives)
     once = (*stage.reductions, *rank.sums, prices.loss, prices.norm)
-    priced: dict[tuple[str, str], list[int]] = {}
+    predicted: dict[tuple[str, str], list[int]] = {}
     for times, calls in ((count, inside), (1, once)):
         for one in calls:
             if one is not None:
-                row = priced.setdefault((one.name, one.axis), [0, 0])
+                row = predicted.setdefault((one.name, one.axis), [0, 0])
                 row[0] += times
                 row[1] += times * one.bytes
     (counted,) = job.communication([layout.rank({"pp": index, "cp": layout.cp // 2})])
@@ -290,7 +290,7 @@ def test_a_step_has_the_seconds_of_every_collective_that_is_counted(text: str) -
             both = expected.setdefault((row["name"], row["axis"]), [0, 0])
             both[0] += row["count"]
             both[1] += row["bytes"]
-    assert priced == expected
+    assert predicted == expected
 
 
 def test_the_forecast_reads_back() -> None:
