@@ -347,3 +347,28 @@ def test_a_compiled_layer_is_one_graph(family: str, monkeypatch: pytest.MonkeyPa
             model(input_ids=ids, position_ids=positions, use_cache=False)
         assert len(graphs) == (2 if family in ("gemma3", "qwen3") else 1)  # one a kind of layer
     torch.compiler.reset()
+
+
+def test_flash_attention_is_asked_for_whatever_torch_prefers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backends that torch may choose while the call is made, and after it."""
+    from torch.backends import cuda
+    from torch.nn.attention import varlen
+
+    from hocket.models.flash_varlen import flash_varlen
+
+    def enabled() -> tuple[bool, ...]:
+        return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+
+    before, within = enabled(), []
+
+    def call(query: Any, *rest: Any, **options: Any) -> Any:
+        within.append((enabled(), len(rest), options))
+        return query
+
+    monkeypatch.setattr(varlen, "varlen_attn", call)
+    one = torch.zeros(3, 2, 8)
+    assert flash_varlen(one, one, one, 4, scale=0.5) is one
+    assert within == [((True, False, False), 3, {"scale": 0.5})]
+    assert enabled() == before

@@ -17,7 +17,7 @@ from hocket.cli.main import main
 from hocket.jobs import rehearsal_workers
 from hocket.jobs import rehearse as job
 from hocket.jobs.rehearsal_text import rehearsal_report
-from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed
+from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed, step_failed
 from hocket.jobs.rehearse import (
     Rehearsed,
     RehearsedJob,
@@ -32,7 +32,7 @@ from hocket.rehearsal import device
 from hocket.simulation.nccl import RULES, simulate_nccl
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.layout import Layout
-from hocket.spec.rehearsal import OWNERS, RehearsalReport
+from hocket.spec.rehearsal import OWNERS, RankRehearsal, RehearsalReport
 
 pytestmark = pytest.mark.ranks
 
@@ -535,3 +535,17 @@ def test_a_worker_that_is_gone_is_one_line(
     assert caught.value.hint is not None
     assert caught.value.hint.startswith(hint)
     assert ("Traceback" in "".join(caught.value.__notes__)) == ("SIGKILL" not in message)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("RuntimeError: shape '[2, 3]' is invalid for input of size 8", "head_dim"),
+        ("torch.AcceleratorError: CUDA error: driver version is insufficient", "hocket doctor"),
+    ],
+)
+def test_the_hint_of_a_failed_step_is_about_sizes_where_the_error_is(line: str, hint: str) -> None:
+    found = RankRehearsal(rank=0, error=f'  File "modeling_llama.py", line 3, in forward\n{line}')
+    failed = step_failed("llama", found)
+    assert line.partition(": ")[2] in failed.message
+    assert hint in (failed.hint or "")

@@ -372,3 +372,13 @@ def functional(context: RankContext) -> list[float]:
     whole = torch.arange(12.0).view(6, 2)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     return [float(loss) - expected, float(sharded.sum().full_tensor()) - float(whole.sum())]
+
+
+def devices(ctx: RankContext) -> list[list[str]]:
+    """Devices of a group that torch does not know, and of the world's."""
+    from hocket.runtime.host_group import HostProcessGroup
+
+    return [
+        [str(one) for one in group._device_types]
+        for group in (HostProcessGroup(0, 1), dist.group.WORLD)
+    ]

@@ -110,3 +110,8 @@ def test_nothing_is_left_to_be_found(ranks: RankPool) -> None:
 def test_fsdp_and_dtensor_run_on_it(ranks: RankPool) -> None:
     for found in ranks.run(CASES + "functional", 2, backend="shm", timeout=40):
         assert found == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_a_group_has_no_devices_until_torch_has_made_it(ranks: RankPool) -> None:
+    """torch 2.15 asks a new group that has some for a backend in C++."""
+    assert ranks.run(CASES + "devices", 2, backend="shm") == [[[], ["cpu"]]] * 2
