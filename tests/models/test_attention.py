@@ -23,6 +23,7 @@ from transformers import masking_utils  # noqa: E402
 from hocket.models import attention, rows  # noqa: E402
 from hocket.models.attention_layers import kernel_rows, layers_of  # noqa: E402
 from hocket.models.cores import watched  # noqa: E402
+from hocket.models.flash_varlen import flash_varlen  # noqa: E402
 from hocket.models.skeleton import build_skeleton  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -349,26 +350,45 @@ def test_a_compiled_layer_is_one_graph(family: str, monkeypatch: pytest.MonkeyPa
     torch.compiler.reset()
 
 
-def test_flash_attention_is_asked_for_whatever_torch_prefers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Backends that torch may choose while the call is made, and after it."""
-    from torch.backends import cuda
-    from torch.nn.attention import varlen
+@pytest.mark.parametrize("kind", ["causal", "window", "pages"])
+def test_flash_attention_is_called_as_torch_calls_it(kind: str) -> None:
+    """The operation's arguments are those of `varlen_attn` where that takes flash attention."""
+    from torch.nn.attention.varlen import varlen_attn
 
-    from hocket.models.flash_varlen import flash_varlen
+    calls: list[tuple[Any, ...]] = []
 
-    def enabled() -> tuple[bool, ...]:
-        return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.torch_attn._varlen_attn.default:
+                assert not kwargs
+                calls.append(args)
+            return func(*args, **(kwargs or {}))
 
-    before, within = enabled(), []
+    def empty(*sizes: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(sizes, dtype=dtype, device="meta")
 
-    def call(query: Any, *rest: Any, **options: Any) -> Any:
-        within.append((enabled(), len(rest), options))
-        return query
-
-    monkeypatch.setattr(varlen, "varlen_attn", call)
-    one = torch.zeros(3, 2, 8)
-    assert flash_varlen(one, one, one, 4, scale=0.5) is one
-    assert within == [((True, False, False), 3, {"scale": 0.5})]
-    assert enabled() == before
+    query, begins = empty(6, 4, 8), empty(3, dtype=torch.int32)
+    key = empty(5, 16, 2, 8) if kind == "pages" else empty(6, 2, 8)
+    window = 3 if kind == "window" else None
+    pages = (empty(2, dtype=torch.int32), empty(2, 3, dtype=torch.int32))
+    more = {"seqused_k": pages[0], "block_table": pages[1], "num_splits": 1}
+    with Calls():
+        out = flash_varlen(
+            query, key, key, (begins, begins), (4, 5), window=window, scale=0.5,
+            **({"pages": pages, "num_splits": 1} if kind == "pages" else {}),
+        )  # fmt: skip
+        varlen_attn(
+            query, key, key, begins, begins, 4, 5, scale=0.5, enable_gqa=True,
+            window_size=(-1, 0) if window is None else (window - 1, 0),
+            **(more if kind == "pages" else {}),
+        )  # fmt: skip
+    assert out.shape == query.shape
+    own, torchs = calls
+    assert len(own) >= 7
+    for index, one in enumerate(torch.ops.torch_attn._varlen_attn.default._schema.arguments):
+        left, right = (
+            given[index] if index < len(given) else one.default_value for given in (own, torchs)
+        )
+        assert left is right or left == right, one.name

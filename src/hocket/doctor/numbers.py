@@ -263,7 +263,7 @@ def compare_varlen(place: Place, *, dtype: str) -> CheckOutcome:
         ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         begins = torch.tensor(ends, dtype=torch.int32, device=place.device)
         longest = max(lengths)
-        out = flash_varlen(q, k, v, begins, begins, longest, longest, window_size=(-1, 0))
+        out = flash_varlen(q, k, v, (begins, begins), (longest, longest))
     _compare_backward(place, out, expected, {"query": q, "key": k, "value": v}, LIMITS[dtype])
     return place.outcome()
 

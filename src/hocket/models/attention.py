@@ -9,7 +9,7 @@ attention function runs them through PyTorch's variable-length flash attention
 (`torch.nn.attention.varlen`), where that takes the layer (`spec.attention_kernel`):
 
     rows are whole, no window           no mask: scaled_dot_product_attention(is_causal=True)
-    rows are packed, or a window        boundaries  ->  flash_varlen(cu_seq, window_size=(w - 1, 0))
+    rows are packed, or a window        boundaries  ->  flash_varlen(cu_seq, window=w)
         that it does not take           boundaries  ->  flex attention (`models.flex_attention`)
         nor flex attention              boundaries  ->  a mask made from them on the device
     padding, prefixes, chunks           as transformers does it
@@ -100,9 +100,8 @@ def _varlen(  # noqa: PLR0917
 ) -> Tensor:  # fmt: skip
     """Query [B * S, A, D], key and value [B * S, K, D] to [B * S, A, D]."""
     return flash_varlen(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale,
-        window_size=(-1, 0) if window >= longest else (window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        query, key, value, (cu_seqlens, cu_seqlens), (longest, longest), scale=scale,
+        window=None if window >= longest else window,
     )  # fmt: skip
 
 

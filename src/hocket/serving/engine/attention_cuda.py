@@ -108,13 +108,11 @@ def _varlen(q: Tensor, pools: Pools, step: DeviceStep, options: Options, *, spli
     assert options.softcap is None
     assert options.sinks is None
     keys, values = pools
+    # The second offsets are those of keys that are packed; of pages their number alone counts.
+    begins = step.begins, None if split else step.begins
     return flash_varlen(
-        # The second offsets are those of keys that are packed; of pages their number alone counts.
-        q.contiguous(), keys, values, step.begins, None if split else step.begins,
-        step.most, step.longest, scale=options.scaling,
-        window_size=(-1, 0) if options.window is None else (options.window - 1, 0),
-        enable_gqa=True, seqused_k=step.lengths, block_table=step.tables,
-        num_splits=None if split else 1,
+        q.contiguous(), keys, values, begins, (step.most, step.longest), scale=options.scaling,
+        window=options.window, pages=(step.lengths, step.tables), num_splits=None if split else 1,
     )  # fmt: skip
 
 
