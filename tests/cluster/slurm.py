@@ -32,6 +32,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
+MessageTimeout=60
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2
@@ -91,15 +92,18 @@ def slurm(nodes: list[Host], folder: Path) -> Iterator[dict[str, str]]:
                 )
         end = time.monotonic() + 30
         while asked(nodes[0], variables, "sinfo", "-h", "-o", "%D %t") != "2 idle":
-            assert time.monotonic() < end, "".join(
-                path.read_text() for path in (*folder.glob("start-*"), *folder.glob("*.log"))
-            )
+            assert time.monotonic() < end, logs(folder)
             time.sleep(0.5)
         yield variables
     finally:
         for daemon in reversed(daemons):
             daemon.kill()
             daemon.wait()
+
+
+def logs(folder: Path) -> str:
+    """What the daemons of `slurm(nodes, folder)` wrote."""
+    return "".join(path.read_text() for path in (*folder.glob("start-*"), *folder.glob("*.log")))
 
 
 def asked(node: Host, variables: dict[str, str], *words: str) -> str:
