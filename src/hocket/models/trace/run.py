@@ -144,8 +144,9 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
         ) from error
     except Exception as error:  # the forward of any family may fail in its own way
         raise ModelError(
-            f"{config.model_type!r} does not run in {str(dtype).removeprefix('torch.')}: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            f"{config.model_type!r} fails in {str(dtype).removeprefix('torch.')} on {traced.rows} "
+            f"sequences of {traced.sequence} tokens: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     return Run(
         model=model,
