@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ NEEDS = ("torch", "ranks", "gpu")
 # also where PYTHONDONTWRITEBYTECODE is set: to compile them takes as long as many a test.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell ignores Ctrl-C for what it starts with `&`, and children inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that others use as well is slow now and then: that is no fault of what is tested.
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -50,10 +50,6 @@ class Nodes:
         while not found():
             log = self.cluster.folder / f"hocket-{job}.log"
             state = self.state(job)
-            # On a loaded machine the controller can give up on a node before the job's first line
-            # runs; it then holds the job until an operator releases it.
-            if "Reason=launch_failed_requeued_held" in state:
-                self.ask("scontrol", "release", job)
             written = log.read_text() if log.exists() else ""
             assert time.monotonic() < end, state + written + logs(self.cluster.folder / "slurm")
             time.sleep(0.2)
