@@ -239,7 +239,7 @@ def test_commands_run_in_their_order(
         request.getfixturevalue("warm_workers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello.\n"))  # what a conversation reads
-    for name in ("CHANGELOG.md", "README.md"):
+    for name in ("CHANGELOG.md", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     for number, code in enumerate(blocks(page, "toml")):
         (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
