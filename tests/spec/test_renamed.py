@@ -211,10 +211,21 @@ def test_an_option_without_a_counterpart_says_what_to_use(name: str) -> None:
             assert word[2:].replace("-", "_") in EVERY, word
 
 
+def test_a_synonym_means_what_the_verb_has() -> None:
+    words = ["--input-len", "9", "--max-tokens", "3"]
+    assert spelling.current("plan", words, FLAGS["plan"]) == [
+        *("--prompt-len", "9", "--output-len", "3"),
+    ]
+    assert "--max-new-tokens" in spelling.current("generate", words[2:], FLAGS["generate"])
+
+
 def test_an_unknown_flag_names_the_nearest_in_the_whole_command() -> None:
     with pytest.raises(OptionError, match="nearest is --lr-schedule") as caught:
         spelling.current("train", ["m", "--lr-shedule", "linear"], FLAGS["train"])
     assert caught.value.hint == "hocket train m --lr-schedule linear"
+    with pytest.raises(OptionError, match=r"--lr-shedule .* --stps .* is --steps") as caught:
+        spelling.current("train", ["m", "--lr-shedule", "linear", "--stps", "2"], FLAGS["train"])
+    assert caught.value.hint == "hocket train m --lr-schedule linear --steps 2", "all at once"
     with pytest.raises(OptionError) as caught:
         spelling.current("train", ["m", "--frobnicate"], FLAGS["train"])
     assert caught.value.hint == "hocket train --help all", "no far suggestion"

@@ -16,7 +16,7 @@ from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError, nearest, unknown
 from hocket.spec.layout import TERMS
-from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant, nearest_option
+from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, implied, meant, nearest_option
 
 COMMON = frozenset({"help", "config", "set"})
 """Flags of every verb that take part in its options; `main` takes --quiet out before."""
@@ -221,10 +221,12 @@ def unknown_flag(
         )
     mended = [*arguments]
     mended[index] = arguments[index].replace(written, spelled(near), 1)
-    return OptionError(
-        f"unknown option {written} of hocket {verb}; the nearest is {spelled(near)}",
-        hint=f"hocket {verb} {shlex.join(mended)}",
-    )
+    message = f"unknown option {written} of hocket {verb}; the nearest is {spelled(near)}"
+    try:
+        current(verb, mended, known)
+    except OptionError as error:  # of another unknown flag
+        return OptionError(f"{message}; {error.message}", hint=error.hint)
+    return OptionError(message, hint=f"hocket {verb} {shlex.join(mended)}")
 
 
 def pasted(arguments: Sequence[str], hint: str) -> str:
@@ -299,7 +301,7 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
         if re.match(r"--?[A-Za-z]", argument):  # -1 is a value
             name = argument.partition("=")[0][2:].replace("-", "_")
             new = renamed.OPTIONS.get(name, name)
-            dropped = flag in (spelled(name), spelled(SYNONYMS.get(new, new)))
+            dropped = flag in map(spelled, (name, *implied(new)))
         if not dropped:
             found.append(argument)
     return found

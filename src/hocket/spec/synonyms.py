@@ -1,12 +1,12 @@
 """Synonyms: flags of transformers, accelerate, Megatron-LM and vLLM, by the names that hocket has.
 
-A synonym is accepted wherever its target is known and the name itself is not.
+A synonym is accepted wherever its target, or the target's own, is known and the name itself is not.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from hocket.spec.errors import CUTOFF, OptionError, nearest
 
@@ -74,6 +74,13 @@ SYNONYMS = {
     "kv_cache_memory_bytes": "cache_memory",
     "num_gpu_blocks_override": "num_blocks",
     "max_tokens": "max_new_tokens",
+    "max_new_tokens": "output_len",
+    "output_tokens": "output_len",
+    "osl": "output_len",
+    "input_len": "prompt_len",
+    "input_tokens": "prompt_len",
+    "isl": "prompt_len",
+    "request_rate": "requests_per_second",
     "tokenizer_name_or_path": "tokenizer",
     "optim": "optimizer",
     "chat_template": "chat_template_file",
@@ -138,10 +145,17 @@ EXPLAINED = {
 """Options of other tools without a counterpart of the same meaning, and what to use."""
 
 
+def implied(name: str) -> Iterator[str]:
+    """The name, what it is a synonym of, what that is one of, and so on."""
+    target: str | None = name
+    while target is not None:
+        yield target
+        target = SYNONYMS.get(target)
+
+
 def meant(name: str, known: Collection[str]) -> str:
     """The option that `name` stands for where `known` are accepted; `name` where it is none."""
-    target = SYNONYMS.get(name, name)
-    return target if name not in known and target in known else name
+    return next((target for target in implied(name) if target in known), name)
 
 
 def nearest_option(name: str, known: Collection[str]) -> str | None:
