@@ -1,18 +1,24 @@
-"""The printed job file under a real Slurm of two nodes; skipped where there is none."""
+"""The printed job file under a real Slurm of two nodes; skipped where there is none.
+
+Of the cases each commit runs one; `HOCKET_TESTS=all` runs them all.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.slurm import asked, logs, missing, slurm
 from tests.cluster.test_emulated import Cluster, cluster, losses, ranks_of
+from tests.rotation import part
 
 __all__ = ["cluster"]
 
@@ -21,6 +27,10 @@ pytestmark = [
     pytest.mark.timeout(150),
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
+
+
+OWN = ["--data", "text.txt", "--device", "cpu", "--seq-len", "16", "--global-batch", "2"]
+OWN += ["--cluster", "none"]
 
 
 class Nodes:
@@ -37,9 +47,8 @@ class Nodes:
 
     def submit(self, *options: str) -> str:
         text = self.cluster.template(
-            *("slurm", "tiny-llama", "--layout", "dp2", "--data", "text.txt", "--gpus-per-node"),
-            *("0", "--", "--device", "cpu", "--seq-len", "16", "--global-batch", "2"),
-            *("--cluster", "none", *options),
+            *("slurm", "tiny-llama", "--layout", "dp2", *OWN[:2], "--gpus-per-node", "0"),
+            *("--", *OWN[2:], *options),
         )
         file = self.cluster.folder / "job.sbatch"
         file.write_text(text)
@@ -61,14 +70,23 @@ class Nodes:
         (count,) = re.findall(r"Restarts=(\d+)", self.state(job))
         return int(count)
 
+    def requeued(self, job: str, before: int) -> None:
+        """Wait until Slurm has queued a job again, and have it start at once."""
+        self.until(job, lambda: self.restarts(job) > before)
+        # Not in two minutes, as Slurm would by itself; at once, it revokes the credential.
+        self.until(job, lambda: "Reason=BeginTime" in self.state(job))
+        self.ask("scontrol", "update", f"jobid={job}", "StartTime=now+3")
 
-@pytest.fixture
-def nodes(cluster: Cluster, tmp_path: Path) -> Iterator[Nodes]:
-    with slurm(cluster.hosts, tmp_path / "slurm") as variables:
-        yield Nodes(cluster, variables)
+    def whole(self, layout: str, *options: str) -> Path:
+        """The same run, undisturbed and without Slurm."""
+        cluster, run = self.cluster, self.cluster.folder / "whole"
+        words = ["hocket", "train", "tiny-llama", "--layout", layout, *OWN, *options]
+        with cluster.started(*words, "--run", str(run)) as process:
+            assert process.wait(100) == 0, cluster.output
+        return run
 
 
-def test_a_killed_rank_and_a_notice_change_no_weight(nodes: Nodes) -> None:
+def a_killed_rank_and_a_notice_change_no_weight(nodes: Nodes) -> None:
     """A rank dies: the step is tried again. USR1 comes: saved, requeued, continued to the end."""
     cluster, run = nodes.cluster, nodes.cluster.folder / "runs" / "hocket"
     options = ("--steps", "300", "--save-every", "50")
@@ -82,18 +100,56 @@ def test_a_killed_rank_and_a_notice_change_no_weight(nodes: Nodes) -> None:
     assert "attempt 1 ended with exit code 137" in log.read_text()
     restarts = nodes.restarts(job)
     nodes.ask("scancel", "--signal=USR1", f"{job}.1")
-    nodes.until(job, lambda: nodes.restarts(job) > restarts)
+    nodes.requeued(job, restarts)
     assert len(losses(run)) < 300
     assert not ranks_of(cluster.hosts[0]) + ranks_of(cluster.hosts[1])
-    # Not in two minutes, as Slurm would by itself; at once, it revokes the credential.
-    nodes.until(job, lambda: "Reason=BeginTime" in nodes.state(job))
-    nodes.ask("scontrol", "update", f"jobid={job}", "StartTime=now+3")
     nodes.until(job, lambda: "COMPLETED" in nodes.state(job))
-    whole = cluster.folder / "whole"
-    words = ["hocket", "train", "tiny-llama", "--layout", "dp2", "--data", "text.txt"]
-    words += ["--device", "cpu", "--seq-len", "16", "--global-batch", "2", "--cluster", "none"]
-    with cluster.started(*words, *options, "--run", str(whole)) as process:
-        assert process.wait(60) == 0, cluster.output
+    whole = nodes.whole("dp2", *options)
     weights = Path("model") / "model.safetensors"
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
     assert losses(run) == losses(whole)
+
+
+def a_lost_node_shrinks_the_run_until_it_is_back(nodes: Nodes) -> None:
+    """With `--elastic`: on one node while the other is down, on both after the next notice."""
+    cluster, run = nodes.cluster, nodes.cluster.folder / "runs" / "hocket"
+    constant = ("--lr", "1e-4", "--lr-schedule", "constant", "--warmup", "2", "--save-every", "20")
+    job = nodes.submit("--elastic", *constant, "--steps", "100000")
+
+    def layouts() -> list[str]:
+        rows = (run / "metrics.jsonl").read_text().splitlines() if run.exists() else []
+        found = [json.loads(row)["layout"].partition(":")[0] for row in rows]
+        return [layout for layout, _ in itertools.groupby(found)]
+
+    nodes.until(job, lambda: any((run / "checkpoints").glob("step-*")))
+    assert layouts() == ["dp2"]
+    restarts = nodes.restarts(job)
+    for state in ("down", "drain"):  # or the living daemon would register it again
+        nodes.ask("scontrol", "update", "nodename=node-1", f"state={state}", "reason=test")
+    nodes.requeued(job, restarts)
+    nodes.until(job, lambda: layouts() == ["dp2", "dp1"])
+    nodes.ask("scontrol", "update", "nodename=node-1", "state=resume")
+    restarts = nodes.restarts(job)
+    nodes.ask("scancel", "--signal=USR1", job)
+    nodes.requeued(job, restarts)
+    nodes.until(job, lambda: layouts() == ["dp2", "dp1", "dp2"])
+    nodes.ask("scancel", job)
+    nodes.until(job, lambda: "JobState=CANCELLED" in nodes.state(job))
+    nodes.until(job, lambda: not ranks_of(cluster.hosts[0]) + ranks_of(cluster.hosts[1]))
+    found = losses(run)
+    whole = losses(nodes.whole("dp1", *constant, "--steps", str(len(found))))
+    assert found == pytest.approx(whole, rel=2e-5)
+
+
+CASES = [
+    a_killed_rank_and_a_notice_change_no_weight,
+    a_lost_node_shrinks_the_run_until_it_is_back,
+]
+
+
+@pytest.mark.parametrize("case", part(CASES, 2), ids=lambda case: case.__name__)
+def test_a_printed_job_under_slurm(
+    case: Callable[[Nodes], None], cluster: Cluster, tmp_path: Path
+) -> None:
+    with slurm(cluster.hosts, tmp_path / "slurm") as variables:
+        case(Nodes(cluster, variables))

@@ -101,6 +101,11 @@ def test_nodes_and_tasks_follow_from_the_layout(capsys: pytest.CaptureFixture[st
         words = ["slurm", "tiny-llama", "--layout", "dp2", "--gpus-per-node", "0", "--data", "x"]
         assert main(["template", *words, "--", option, *["to"][: option == "--upload"]]) == 0
         assert "--wait" not in capsys.readouterr().out.split("for attempt")[1]
+    for layout, gpus, nodes in (("dp4", 2, "1-2"), ("dp2.tp8", 8, "1-2"), ("dp2.tp4", 2, "2-4")):
+        words = ["slurm", "org/model", "--layout", layout, "--gpus-per-node", str(gpus)]
+        assert main(["template", *words, "--data", "x", "--", "--elastic"]) == 0
+        assert f"#SBATCH --nodes={nodes}\n" in (text := capsys.readouterr().out)
+        assert "WORLD_SIZE=1" not in text
     manifests = list(yaml.safe_load_all(printed(capsys, "kubernetes", "train", 8)))
     (job,) = (one for one in manifests if one["kind"] == "Job")
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2

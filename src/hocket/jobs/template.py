@@ -2,7 +2,8 @@
 
     options -> Template, checked -> a text of `jobs/templates`, its {{names}} replaced
 
-A line that begins with {{?gpus}} or {{?cpu}} is kept for that kind of device only.
+A line that begins with {{?gpus}} or {{?cpu}} is kept for that kind of device only; {{?elastic}} and
+{{?alone}} are for runs that continue on fewer nodes, the latter on one of a single rank.
 """
 
 from __future__ import annotations
@@ -103,17 +104,13 @@ def template(wanted: Template) -> str:
             f"time is {wanted.time!r}; Slurm reads HH:MM:SS or DAYS-HH:MM:SS",
             hint="--time 24:00:00",
         )
-    _quantity(wanted.storage)
+    if not re.fullmatch(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?", wanted.storage):
+        raise OptionError(
+            f"storage is {wanted.storage!r}; a size is needed, as in 500Gi", hint="--storage 1Ti"
+        )
     if wanted.kind == "docker":
         return _filled("docker", wanted, _names(wanted))
     return _job(wanted)
-
-
-def _quantity(text: str) -> None:
-    if not re.fullmatch(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?", text):
-        raise OptionError(
-            f"storage is {text!r}; a size is needed, as in 500Gi", hint="--storage 1Ti"
-        )
 
 
 def _job(wanted: Template) -> str:
@@ -162,8 +159,12 @@ def _job(wanted: Template) -> str:
             f"{per_node} equally",
             hint=hint or f"--gpus-per-node {math.gcd(world, per_node)}",
         )
+    data_ranks = layout.dp if "--elastic" in wanted.options else 1
+    fewest = math.ceil(world // data_ranks / (world // nodes))  # that have the ranks of one
+    kept = ("elastic", "alone")[: (fewest < nodes) + (fewest < nodes == world)]
     words = _names(wanted) | {
         "nodes": str(nodes),
+        "fewest": f"{fewest}-" if fewest < nodes else "",
         "ranks_per_node": str(world // nodes),
         "replicas": str(replicas),
     }
@@ -183,7 +184,7 @@ def _job(wanted: Template) -> str:
         "accelerators": _accelerators(wanted, world // nodes),
         "argument_list": _argument_list(wanted, arguments, drain),
     }
-    return _filled(name, wanted, words)
+    return _filled(name, wanted, words, *kept)
 
 
 def _fits_model(wanted: Template, layout: Layout) -> None:
@@ -279,14 +280,11 @@ def _argument_list(wanted: Template, arguments: list[str], drain: int) -> str:
     return "\n".join(f"            - {json.dumps(word)}" for word in words)
 
 
-def _filled(name: str, wanted: Template, words: dict[str, str]) -> str:
-    """A template with its names replaced, and only the lines of its kind of device."""
+def _filled(name: str, wanted: Template, words: dict[str, str], *kept: str) -> str:
+    """A template with its names replaced; of marked lines, those of its device and of `kept`."""
     text = resources.files("hocket.jobs").joinpath("templates", f"{name}.in").read_text("utf-8")
-    kept, other = ("gpus", "cpu") if wanted.gpus_per_node else ("cpu", "gpus")
-    lines = [
-        line.removeprefix("{{?" + kept + "}}")
-        for line in text.splitlines()
-        if not line.startswith("{{?" + other + "}}")
-    ]
+    marks = {"gpus" if wanted.gpus_per_node else "cpu", *kept}
+    marked = [re.fullmatch(r"(?:{{\?(\w+)}})?(.*)", line) for line in text.splitlines()]
+    lines = [found[2] for found in marked if found and (found[1] is None or found[1] in marks)]
     filled = re.sub(r"{{(\w+)}}", lambda match: words[match[1]], "\n".join(lines) + "\n")
     return re.sub(r"\n{3,}", "\n\n", filled)
