@@ -55,6 +55,21 @@ def test_a_new_run_begins_a_new_file(tmp_path) -> None:
     assert rows(path) == []
 
 
+@pytest.mark.parametrize("done", [0, 2])
+def test_an_owner_that_was_frozen_appends_no_row_to_its_successor_s(tmp_path, done: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    frozen = TrainingMetrics(path)
+    for step in (1, 2, 3):
+        frozen.write({"step": step})
+    successor = TrainingMetrics(path, done=done)
+    successor.write({"step": done + 1})
+    frozen.write({"step": 4})  # it runs again
+    successor.write({"step": done + 2})
+    frozen.close()
+    successor.close()
+    assert [row["step"] for row in rows(path)] == list(range(1, done + 3))
+
+
 class _FullDisk:
     """A raw file of which `left` bytes can still be written."""
 

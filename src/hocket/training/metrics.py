@@ -33,7 +33,9 @@ class TrainingMetrics:
     ) -> None:
         self._trackers, self._note = trackers, note
         self._waiting, self._noted = b"", False
-        if done and path.exists():
+        if not done:
+            path.unlink(missing_ok=True)
+        elif path.exists():
             _drop_after(path, done)
         self._file = path.open("ab" if done else "wb", buffering=0)
 
@@ -69,14 +71,17 @@ class TrainingMetrics:
 
 
 def _drop_after(path: Path, done: int) -> None:
-    """Drop rows of later steps and damaged ones. Those at the end are cut off in place, which a
-    full disk allows."""
+    """Drop rows of later steps and damaged ones. The rows that are kept are a file of their own: an
+    owner that was frozen appends to the one that it has open. A full disk allows no other file;
+    there the rows at the end are cut off in place."""
     rows = path.read_bytes().splitlines(keepends=True)
     kept = [row for row in rows if _step(row) <= done]
-    if rows[: len(kept)] == kept:
-        os.truncate(path, sum(map(len, kept)))
-    else:
+    try:
         write_text(path, b"".join(kept).decode())
+    except OSError:
+        if rows[: len(kept)] != kept:
+            raise
+        os.truncate(path, sum(map(len, kept)))
 
 
 def _step(row: bytes) -> float:
