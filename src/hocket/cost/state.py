@@ -147,6 +147,8 @@ def held(
     leaving = np.where(wide, 0.0, constants.weight_bytes)
     state_there = constants.optimizer_bytes + np.where(wide, MASTER, 0.0)
     for part, group in zip(("dense", "expert"), state_groups(at), strict=True):
+        if not any(np.any(getattr(w, part)) for w in (parameters, *widest)):
+            continue  # no experts
         whole, of_trained = getattr(parameters, part), getattr(trained, part)
         gathers = (group.ranks > 1) | shards
         live, of_live = (np.where(gathers, getattr(w, part), 0.0) for w in widest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
 from hocket.planning.layouts import concatenate, layout_at, runs_here, unmet_pin
 from hocket.planning.pins import Pins, pins_text
-from hocket.planning.problem import Problem, played_microbatches
+from hocket.planning.problem import CHUNK, Problem, played_microbatches
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 
@@ -268,6 +269,17 @@ def fitting_memory(problem: Problem, layouts: Layouts) -> Floats:
     return found
 
 
+def _batches(parts: Iterable[Layouts]) -> Iterator[Layouts]:
+    """Parts joined until they have `CHUNK` rows: a hundred rows take as long as one."""
+    joined: list[Layouts] = []
+    for part in parts:
+        joined.append(part)
+        if sum(map(len, joined)) >= CHUNK:
+            yield concatenate(joined)
+            joined = []
+    yield concatenate(joined)
+
+
 class _Space:
     """Legal layouts: how many there are, and those that fit.
 
@@ -286,7 +298,7 @@ class _Space:
 
     def add(self, size: int, pins: Pins, here: bool) -> None:
         """Those of so many GPUs."""
-        for part in self.problem.legal_parts(size, pins=pins, here=here):
+        for part in _batches(self.problem.legal_parts(size, pins=pins, here=here)):
             high = fitting_memory(self.problem, part)
             kept = np.flatnonzero(self.problem.proposable(part, high))
             self.fitting.append(part.take(kept))
