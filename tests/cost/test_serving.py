@@ -213,8 +213,8 @@ def test_capacity_is_what_weights_leave() -> None:
     tokens = held.capacity(0.9)
     used = held.weight_bytes + held.overhead_bytes + tokens * held.cache_bytes
     assert used == pytest.approx(0.9 * held.memory)
-    assert prices("llama-3-70b", "8xH100-SXM-80").capacity() < 0
-    assert held.capacity(0.9, memory=141e9) > 3 * tokens
+    assert prices("llama-3-70b", "8xH100-SXM-80").capacity(0.9) < 0
+    assert dataclasses.replace(held, memory=141e9).capacity(0.9) > 3 * tokens
 
 
 def test_integers_are_widened_and_a100_has_no_eight_bits() -> None:

@@ -9,12 +9,8 @@ import pytest
 
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
-from hocket.cost.measured_serving import (
-    ROW_CALLS,
-    STEP_CALLS,
-    MeasuredReplica,
-    MeasuredServing,
-)
+from hocket.cost.measured_serving import ROW_CALLS, STEP_CALLS, MeasuredServing
+from hocket.cost.serving_replica import ServingReplica
 from hocket.planning import machine_choice
 from hocket.planning import machine_serving as planning
 from hocket.planning.machine_forecast import MeasuredMachine
@@ -145,7 +141,7 @@ def prices(
     layout: str, *, where: MeasuredMachine | None = None, slowdown: float = 1.0
 ) -> MeasuredServing:
     where = where or machine()
-    replica = MeasuredReplica(shape=shape(), layout=Layout.parse(layout))
+    replica = ServingReplica(shape=shape(), layout=Layout.parse(layout))
     return MeasuredServing(replica, Rates(where.measured), MeasuredLinks(where.measured), slowdown)
 
 
@@ -200,10 +196,10 @@ def test_a_step_is_estimated_by_the_kernels_that_serve() -> None:
     assert one.decode_seconds(8, 64) > 10 * plain.decode_seconds(8, 64) / 2
     half = one.decode_seconds(8, 32) - one.decode_seconds(8, 64)
     assert half == pytest.approx(-attended / 2)
-    assert one.prefill_seconds(64, 64) > one.decode_seconds(1, 1) + LAYERS * 2e-3 * 0.9
-    assert one.prefill_seconds(128, 128) < 2 * one.prefill_seconds(64, 64)
+    assert one.prefill_seconds(64, chunk=64) > one.decode_seconds(1, 1) + LAYERS * 2e-3 * 0.9
+    assert one.prefill_seconds(128, chunk=128) < 2 * one.prefill_seconds(64, chunk=64)
     # Those by weights in bf16 were not measured.
-    half_precision = MeasuredReplica(shape=shape(), layout=Layout(), dtype="bf16")
+    half_precision = ServingReplica(shape=shape(), layout=Layout(), dtype="bf16")
     rates, links = Rates(kernels().measured, "bf16"), MeasuredLinks(machine().measured)
     assert MeasuredServing(half_precision, rates, links).decode_seconds(8, 64) < 8 * read
 
@@ -219,7 +215,7 @@ def test_weights_in_bf16_are_estimated_under_a_computation_in_fp32() -> None:
     links = MeasuredLinks(where)
 
     def priced(dtype: str) -> MeasuredServing:
-        one = MeasuredReplica(shape=shape(), layout=Layout(), dtype=dtype)
+        one = ServingReplica(shape=shape(), layout=Layout(), dtype=dtype)
         return MeasuredServing(one, Rates(where, dtype), links)
 
     full, half = priced("fp32"), priced("bf16")
@@ -279,7 +275,7 @@ def test_layers_like_llamas_have_less_between_their_products() -> None:
 
     def seconds(which: ModelShape) -> float:
         where = kernels().measured
-        replica = MeasuredReplica(shape=which, layout=Layout())
+        replica = ServingReplica(shape=which, layout=Layout())
         return MeasuredServing(replica, Rates(where), MeasuredLinks(where)).decode_seconds(1, 64)
 
     assert seconds(unlike) - seconds(same) > LAYERS * 700 * 1e-6
@@ -289,7 +285,7 @@ SIZES = EngineSizes(batch_tokens=64, rows=16, longest=128)
 
 
 def memory_of(
-    replica: MeasuredReplica, where: MeasuredMachine, sizes: EngineSizes
+    replica: ServingReplica, where: MeasuredMachine, sizes: EngineSizes
 ) -> tuple[list[dict[str, int]], int]:
     stages = replica.stage_bytes(sizes.batch_tokens, sizes.rows)
     room = where.room(replica.layout.world_size)
@@ -298,15 +294,15 @@ def memory_of(
 
 def test_bytes_are_counted_exactly() -> None:
     layer = H * H * 2 + 2 * H * H // 2 + 3 * H * INNER
-    one = MeasuredReplica(shape=shape(), layout=Layout())
+    one = ServingReplica(shape=shape(), layout=Layout())
     assert one.weight_bytes(0) == 4 * (LAYERS * layer + 2 * V * H)
     assert one.cache_bytes(0) == 4 * LAYERS * 2 * (16 + 16)
-    half = MeasuredReplica(shape=shape(), layout=Layout(tp=2))
+    half = ServingReplica(shape=shape(), layout=Layout(tp=2))
     assert half.weight_bytes(0) == one.weight_bytes(0) // 2
     assert half.cache_bytes(0) == one.cache_bytes(0) // 2
-    four = MeasuredReplica(shape=shape(), layout=Layout(tp=4))  # two ranks hold each key/value head
+    four = ServingReplica(shape=shape(), layout=Layout(tp=4))  # two ranks hold each key/value head
     assert four.cache_bytes(0) == one.cache_bytes(0) // 2
-    stages = MeasuredReplica(shape=shape(), layout=Layout(pp=2))
+    stages = ServingReplica(shape=shape(), layout=Layout(pp=2))
     assert sum(stages.weight_bytes(s) for s in range(2)) == one.weight_bytes(0)
     assert sum(stages.cache_bytes(s) for s in range(2)) == one.cache_bytes(0)
 
@@ -340,13 +336,13 @@ def test_experts_are_counted_on_the_ranks_that_hold_them() -> None:
     for text, (layers, ends, ranks) in held.items():
         layout = replica_layout(Layout.parse(text))
         assert layout.world_size == ranks
-        replica = MeasuredReplica(shape=given, layout=layout)
+        replica = ServingReplica(shape=given, layout=layout)
         assert replica.weight_bytes(0) == 4 * (layers + ends), text
         rows, _ = memory_of(replica, machine(), SIZES)
         assert [row["weights"] for row in rows] == [replica.weight_bytes(0)] * ranks
     # Counts, tokens there and tokens back in each layer; with even routing as many rows as before.
     slow, quick = (machine(latency=latency).measured for latency in (0.01, 1e-4))
-    replica = MeasuredReplica(shape=given, layout=Layout.parse("dp2.ep2"))
+    replica = ServingReplica(shape=given, layout=Layout.parse("dp2.ep2"))
     seconds = [
         float(MeasuredServing(replica, Rates(one), MeasuredLinks(one)).step_seconds(0, 0, 16, 64))
         for one in (slow, quick)
@@ -367,7 +363,7 @@ def test_data_ranks_of_a_replica_share_its_load() -> None:
     assert float(two.step_seconds(0, 0, 16, 64)) == same(float(one.step_seconds(0, 0, 8, 64)))
     assert two.decode_seconds(16, 64) == same(one.decode_seconds(8, 64))
     # A prompt alone, and its tokens, are one rank's.
-    assert two.prefill_seconds(64, 32) == same(one.prefill_seconds(64, 32))
+    assert two.prefill_seconds(64, chunk=32) == same(one.prefill_seconds(64, chunk=32))
     assert two.decode_seconds(1, 64) == same(one.decode_seconds(1, 64))
 
 
@@ -399,7 +395,7 @@ def test_time_grows_with_what_is_computed_and_attended() -> None:
         contexts = [one.decode_seconds(8, c) for c in (16, 64, 512, 4096)]
         assert contexts == sorted(contexts)
         assert contexts[-1] > contexts[0]
-        prompts = [one.prefill_seconds(n, 64) for n in (8, 16, 64, 128, 512)]
+        prompts = [one.prefill_seconds(n, chunk=64) for n in (8, 16, 64, 128, 512)]
         assert prompts == sorted(prompts)
 
 
@@ -413,7 +409,7 @@ def test_splits_do_what_they_are_for() -> None:
     assert split.decode_seconds(32, 256) < 0.7 * alone.decode_seconds(32, 256)
     assert staged.decode_seconds(32, 256) < 0.75 * alone.decode_seconds(32, 256)
     # A long prompt goes through the stages in several chunks at once.
-    assert staged.prefill_seconds(512, 64) < 0.8 * alone.prefill_seconds(512, 64)
+    assert staged.prefill_seconds(512, chunk=64) < 0.8 * alone.prefill_seconds(512, chunk=64)
     slow = machine(latency=1e-2)
     assert prices("tp2", where=slow).decode_seconds(1, 64) > LAYERS * 2 * 5e-3
 
@@ -433,7 +429,7 @@ def test_arrays_broadcast_and_an_empty_step_costs_nothing() -> None:
 
 
 def test_capacity() -> None:
-    replica = MeasuredReplica(shape=shape(), layout=Layout(tp=2))
+    replica = ServingReplica(shape=shape(), layout=Layout(tp=2))
     rows, tokens = memory_of(replica, machine(), SIZES)
     assert tokens == 2 * 16 * 128  # as much as is of use
     assert len(rows) == 2
@@ -487,7 +483,7 @@ def test_the_choice_is_the_best_that_fits() -> None:
     best = max(found.alternatives, key=lambda one: one.tokens_per_second)
     assert best.layout == "dp2"
     # Where two copies do not fit, the model is split.
-    whole = MeasuredReplica(shape=shape(), layout=Layout())
+    whole = ServingReplica(shape=shape(), layout=Layout())
     need = whole.weight_bytes(0) + whole.step_bytes(0, 64, 16)
     tight = machine(memory=round(1.6 * need))
     small = dataclasses.replace(SIZES, tokens=0, cache=128 * whole.cache_bytes(0))

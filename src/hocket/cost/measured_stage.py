@@ -21,18 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from hocket.cost.device import ATTENTION_BACKWARD, linear_seconds
 from hocket.cost.local import (
     activation_ranks,
-    divided,
-    held_elements,
     local_matmul,
     matmul_shards,
-    stacked_experts,
     tensor_elements,
     visible_share,
     weight_prefix,
 )
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.recomputed import latent
-from hocket.spec.capabilities import MULTIPLE_OF_8_BITS, NOT_QUANTIZED, STACKED
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import (
     Attention,
@@ -327,51 +323,3 @@ def row_bytes(row: Saved, microbatch: Microbatch) -> float:
     split = activation_ranks(row.split, microbatch.layout)
     square = microbatch.sequence if row.square else 1
     return row.bytes * microbatch.tokens * square / split
-
-
-def served_weight_bytes(
-    shape: ModelShape,
-    kinds: Sequence[str],
-    layout: Layout,
-    element_bytes: int,
-    quantization: str | None = None,
-) -> int:
-    """Of the weights of a server's stage, whose blocks are of these kinds, on its largest tensor
-    rank."""
-    products = (p for kind in kinds for p in shape.blocks[kind].products)
-    experts = stacked_experts(products)
-    few, total = eight_bit_weights(quantization, shape, kinds), 0
-    for one in weights(shape, kinds):
-        held, product = held_elements(one, layout, experts), few.get(one.name)
-        own = None if product is None else eight_bit_bytes(held, product, layout)
-        total += held * element_bytes if own is None else own
-    return total
-
-
-def eight_bit_weights(
-    quantization: str | None, shape: ModelShape, kinds: Iterable[str]
-) -> dict[str, MatrixProduct]:
-    """Names of the weights of a stage that a server stores in 8 bits where their sizes allow it
-    (`runtime.fp8_weights`), with the matmul of each."""
-    found: dict[str, MatrixProduct] = {}
-    for block in (shape.blocks[kind] for kind in kinds if kind not in ("embedding", "head")):
-        for p in block.products if quantization is not None else ():
-            if p.groups == 1 and p.name.rpartition(".")[2] not in NOT_QUANTIZED:
-                found[f"{p.name}.weight"] = p
-            elif p.groups > 1:
-                own = [f"{p.name}.{stack}" for stack in STACKED]
-                same = p.groups * p.n * p.k
-                names = [w.name for w in block.weights if w.name in own and w.elements == same]
-                found |= dict.fromkeys(names, p)
-    return found
-
-
-def eight_bit_bytes(held: int, product: MatrixProduct, layout: Layout) -> int | None:
-    """Of a weight of `held` elements on one rank, with a scale of each output; None: its sizes keep
-    its precision."""
-    stacked = product.groups > 1
-    tp, matrices = (layout.expert_tp, product.groups // layout.ep) if stacked else (layout.tp, 1)
-    k = int(divided(product.split, product.n, product.k, tp)[1])
-    outputs = held // max(1, k)
-    odd = outputs // matrices % MULTIPLE_OF_8_BITS or k % MULTIPLE_OF_8_BITS
-    return None if odd else held + 4 * outputs

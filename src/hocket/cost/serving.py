@@ -98,16 +98,13 @@ class ServingPrices:
         every so often."""
         return self._parts(prefill_tokens, prefill_context, decode_batch, decode_context).stage
 
-    def prefill_seconds(
-        self, prompt: Number, batch: Number = 1.0, chunk: float | None = None
-    ) -> Floats:
-        """Seconds until `batch` prompts of `prompt` tokens have run, in chunks of `chunk` tokens
-        (None: the engine's)."""
+    def prefill_seconds(self, prompt: Number, *, chunk: float | None = None) -> Floats:
+        """Seconds until a prompt of so many tokens has run, in chunks of `chunk` tokens (None: the
+        engine's)."""
         size = float(self.max_num_batched_tokens if chunk is None else chunk)
-        prompt, batch = np.broadcast_arrays(_floats(prompt), _floats(batch))
-        tokens = prompt * batch
+        tokens = _floats(prompt)
         chunks = np.maximum(np.ceil(tokens / size), 1.0)
-        one = self.step_seconds(tokens / chunks, (prompt + 1) / 2, 0.0, 0.0)
+        one = self.step_seconds(tokens / chunks, (tokens + 1) / 2, 0.0, 0.0)
         found: Floats = chunks * one + self.replica.constants.prefill_time
         return found
 
@@ -115,15 +112,10 @@ class ServingPrices:
         """Seconds of a step in which `batch` sequences produce one token each."""
         return self.step_seconds(0.0, 0.0, batch, context)
 
-    def capacity(self, usable: float = 0.9, memory: float | None = None) -> float:
-        """Cached tokens that fit next to weights and overhead; at most 0: the model does not fit.
-
-        Args:
-            usable: share of the memory that the engine may fill.
-            memory: bytes of a GPU; None: the cluster's.
-        """
-        whole = self.memory if memory is None else memory
-        return (usable * whole - self.weight_bytes - self.overhead_bytes) / self.cache_bytes
+    def capacity(self, usable: float) -> float:
+        """Cached tokens that fit next to weights and overhead where the engine may fill this share
+        of the memory; at most 0: the model does not fit."""
+        return (usable * self.memory - self.weight_bytes - self.overhead_bytes) / self.cache_bytes
 
     def _parts(self, *load: Number) -> StepParts:
         return step_parts(self.shape, self.replica, StepLoad(*map(_floats, load)))

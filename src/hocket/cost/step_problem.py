@@ -31,7 +31,7 @@ from hocket.cost.measured_stage import (
     trained_weights,
 )
 from hocket.cost.stage_communication import StageShare
-from hocket.spec.cut import choose_cut, stage_layers
+from hocket.spec.cut import stage_layers
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape, Weight
 from hocket.spec.process_groups import copies_axis
@@ -119,15 +119,9 @@ class StepProblem:
 
     def bounds(self) -> tuple[int, ...]:
         """Layers per stage, cut as the runtime cuts."""
-        shape, number = self.shape, self.schedule.num_stages
-        if number == 1:
-            return (len(shape.layers),)
-        return choose_cut(
-            self.layout.pipeline_split,
-            len(shape.layers),
-            number,
-            **shape.cut_costs(cuda=self.cuda),
-        )
+        number = self.schedule.num_stages
+        split = self.layout.pipeline_split if number > 1 else "balanced"
+        return self.shape.cut(split, number, cuda=self.cuda)
 
     def share(self, stage: int) -> StageShare:
         """What a tensor rank holds of a stage, as far as it makes it communicate."""

@@ -2,7 +2,7 @@
 find them.
 
 How fast it steps is `service.problem.ServiceProblem`'s, as `hocket plan --serve` has it. What its
-ranks hold is `MeasuredReplica`'s, in addition to what the planner's constants say of the process:
+ranks hold is `ServingReplica`'s, in addition to what the planner's constants say of the process:
 context, workspaces, graphs and the buffers of collectives.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hocket.cost.measured_serving import MeasuredReplica
-from hocket.cost.serving import COMMUNICATION_BYTES, ServingPrices
-from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, rank_memory, usual
+from hocket.cost.serving import COMMUNICATION_BYTES
+from hocket.cost.serving_replica import ServingReplica
+from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, usual
 from hocket.planning.service.problem import ServiceProblem
 from hocket.spec.cluster import Cluster
 from hocket.spec.layout import Layout
@@ -76,7 +76,7 @@ class GpuServers:
         available = int(self.usable * prices.memory)
         around = prices.replica.constants.overhead_bytes
         around += COMMUNICATION_BYTES if one.world_size > 1 else 0.0
-        stages = MeasuredReplica(
+        stages = ServingReplica(
             shape=self.shape,
             layout=one,
             dtype=sizes.dtype,
@@ -86,29 +86,6 @@ class GpuServers:
         ).stage_bytes(sizes.batch_tokens, sizes.rows)
         for stage in stages:
             stage["step"] += round(around)
-        memory, tokens = rank_memory(stages, sizes, available, one)
-        steps = _Steps(prices)
-        return ReplicaEstimate(
-            steps=steps,
-            alone=steps,
-            memory=tuple(memory),
-            cache_tokens=tokens * one.dp,
-            cache_bytes=max(stage["token"] for stage in stages),
-            capacity=available,
-            data_ranks=one.dp,
-            notes=(ASSUMED,),
+        return ReplicaEstimate.of(
+            stages, sizes, available, one, steps=prices, alone=prices, notes=(ASSUMED,)
         )
-
-
-class _Steps:
-    """Prices as `machine_serving.ReplicaSteps`."""
-
-    def __init__(self, prices: ServingPrices) -> None:
-        self.prices, self.stages = prices, prices.stages
-        self.step_seconds, self.stage_seconds = prices.step_seconds, prices.stage_seconds
-
-    def prefill_seconds(self, tokens: int, chunk: int) -> float:
-        return self.prices.prefill_seconds(tokens, chunk=chunk).item()
-
-    def decode_seconds(self, batch: float, context: float) -> float:
-        return self.prices.decode_seconds(batch, context).item()

@@ -107,10 +107,10 @@ def rank_memory(
 class ReplicaSteps(EngineStepCosts, Protocol):
     """Seconds of what one replica does."""
 
-    def prefill_seconds(self, tokens: int, chunk: int) -> float:
+    def prefill_seconds(self, tokens: int, /, *, chunk: int) -> Any:
         """Of a prompt alone, in chunks of at most `chunk` tokens, to its first token."""
 
-    def decode_seconds(self, batch: float, context: float) -> float:
+    def decode_seconds(self, batch: float, context: float) -> Any:
         """Of a step that gives each of `batch` requests a token."""
 
 
@@ -136,6 +136,26 @@ class ReplicaEstimate:
     capacity: int
     data_ranks: int = 1
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[Mapping[str, int]],
+        sizes: EngineSizes,
+        available: int,
+        layout: Layout,
+        **rest: Any,
+    ) -> ReplicaEstimate:
+        """With the cache that fits; arguments as of `rank_memory`, and the other fields."""
+        memory, tokens = rank_memory(stages, sizes, available, layout)
+        return cls(
+            memory=tuple(memory),
+            cache_tokens=tokens * layout.dp,
+            cache_bytes=max(one["token"] for one in stages),
+            capacity=available,
+            data_ranks=layout.dp,
+            **rest,
+        )
 
 
 class Servers(Protocol):
@@ -176,7 +196,7 @@ def server_forecast(
     steps, tokens = one.steps, one.cache_tokens
     contexts = sorted({max(1, sizes.longest // 8), max(1, sizes.longest // 2)})
     decode = tuple(
-        Decode(batch=b, context=c, seconds=float(steps.decode_seconds(b, c)))
+        Decode(batch=b, context=c, seconds=_number(steps.decode_seconds(b, c)))
         for b in BATCHES
         if b <= sizes.rows
         for c in contexts
@@ -184,7 +204,7 @@ def server_forecast(
     )
     prompts = [n for n in (16, 64, 256, 1024, 4096, 16384) if n < sizes.longest]
     prefill = tuple(
-        Prefill(tokens=n, seconds=float(steps.prefill_seconds(n, sizes.batch_tokens)))
+        Prefill(tokens=n, seconds=_number(steps.prefill_seconds(n, chunk=sizes.batch_tokens)))
         for n in dict.fromkeys([*prompts, service.prompt_len])
     )
     loads, needs, most = under_load(steps, sizes, service, tokens, data_ranks=one.data_ranks)
@@ -208,6 +228,11 @@ def server_forecast(
         measured=servers.measured,
         notes=(*one.notes, "the server's own process (HTTP, text) is not included"),
     )
+
+
+def _number(seconds: Any) -> float:
+    """Seconds as one number: fitted prices are arrays."""
+    return float(np.asarray(seconds).item())
 
 
 # --- under load -----------------------------------------------------------------------------------
@@ -412,8 +437,10 @@ def evaluate_servers(
             layout=str(layout),
             ranks=layout.world_size,
             tokens_per_second=count * most * service.output_len,
-            ttft=float(replica.alone.prefill_seconds(service.prompt_len, sizes.batch_tokens)),
-            tpot=float(replica.alone.decode_seconds(1, service.context)),
+            ttft=_number(
+                replica.alone.prefill_seconds(service.prompt_len, chunk=sizes.batch_tokens)
+            ),
+            tpot=_number(replica.alone.decode_seconds(1, service.context)),
             cache_tokens=tokens,
             fits=fits,
         )

@@ -6,9 +6,10 @@ import dataclasses
 
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
-from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
+from hocket.cost.measured_serving import MeasuredServing
+from hocket.cost.serving_replica import ServingReplica
 from hocket.planning.machine_forecast import MeasuredMachine
-from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate, rank_memory
+from hocket.planning.machine_serving import EngineSizes, ReplicaEstimate
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.serving import cached_bytes, replica_layout
@@ -41,7 +42,7 @@ class MeasuredServers:
     def replica(self, layout: Layout, sizes: EngineSizes) -> ReplicaEstimate:
         """As `Servers.replica`. Raises OptionError where no matmul was measured."""
         machine = self.machine
-        replica = MeasuredReplica(
+        replica = ServingReplica(
             shape=self.shape,
             layout=replica_layout(layout),
             dtype=sizes.dtype,
@@ -60,17 +61,13 @@ class MeasuredServers:
         def steps(busy: int) -> MeasuredServing:
             return MeasuredServing(replica, rates, links, machine.slowdown(busy))
 
-        stages = replica.stage_bytes(sizes.batch_tokens, sizes.rows)
-        available = machine.room(layout.world_size)
-        memory, tokens = rank_memory(stages, sizes, available, replica.layout)
-        return ReplicaEstimate(
+        return ReplicaEstimate.of(
+            replica.stage_bytes(sizes.batch_tokens, sizes.rows),
+            sizes,
+            machine.room(layout.world_size),
+            replica.layout,
             steps=steps(layout.world_size),
             alone=steps(layout.tp),
-            memory=tuple(memory),
-            cache_tokens=tokens * replica.layout.dp,
-            cache_bytes=max(one["token"] for one in stages),
-            capacity=available,
-            data_ranks=replica.layout.dp,
             notes=(*rates.notes, *links.notes, *_notes(machine)),
         )
 

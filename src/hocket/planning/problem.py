@@ -38,7 +38,7 @@ from hocket.schedules.registry import build_schedule, stage_ranks
 from hocket.simulation import durations, simulate
 from hocket.spec.capabilities import TRAINED, refused_precision
 from hocket.spec.cluster import PRECISIONS, Cluster
-from hocket.spec.cut import Cut, choose_cut
+from hocket.spec.cut import Cut
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
@@ -342,17 +342,8 @@ class Problem:
     def cut(self, layout: Layout) -> Cut:
         """Layers per stage as the runtime cuts: as the layout says, and where it leaves that to
         its default by `division`."""
-        return _cut(
-            self.division if layout.pipeline_split == "balanced" else layout.pipeline_split,
-            *self._cut_costs,
-            layout.num_stages,
-        )
-
-    @functools.cached_property
-    def _cut_costs(self) -> tuple[tuple[float, ...], float]:
-        """Of the layers, and of the head."""
-        costs = self.shape.cut_costs(cuda=True)
-        return costs["layer_costs"], costs["after_cost"]
+        split = self.division if layout.pipeline_split == "balanced" else layout.pipeline_split
+        return self.shape.cut(split, layout.num_stages, cuda=True)
 
     def pipelines(self, layouts: Sequence[Layout], times: StepTimes) -> Floats:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
@@ -409,7 +400,7 @@ class Problem:
         """
         num_stages = first.num_stages
         # Layers of each stage, those that take longer than the mean counted as more than one.
-        costs = np.array(self._cut_costs[0])
+        costs = np.array(self.shape.cut_costs(cuda=True)["layer_costs"])
         ends_of = np.cumsum([0, *self.cut(first)])
         cut = np.diff(np.append(0.0, np.cumsum(costs / costs.mean()))[ends_of])
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
@@ -493,8 +484,3 @@ def _slowest(layout: Layout, seconds: dict[str, Floats]) -> tuple[Floats, Floats
 @functools.lru_cache(maxsize=512)
 def _schedule(layout: Layout, microbatches: int) -> Schedule:
     return build_schedule(layout, microbatches, checked=False)
-
-
-@functools.lru_cache(maxsize=512)
-def _cut(cut: str | Cut, layers: tuple[float, ...], head: float, num_stages: int) -> Cut:
-    return choose_cut(cut, len(layers), num_stages, layer_costs=layers, after_cost=head)

@@ -74,7 +74,7 @@ def expected_serving(spec: str) -> dict[str, Any]:
 
 
 def _serving(spec: RunSpec) -> list[dict[str, int]]:
-    from hocket.cost.measured_serving import MeasuredReplica
+    from hocket.cost.serving_replica import ServingReplica
     from hocket.ranks.trace import shape_here
     from hocket.spec.serving import cached_bytes
 
@@ -82,7 +82,7 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
     assert sizes is not None
     assert sizes.max_num_batched_tokens is not None
     assert sizes.max_num_seqs is not None
-    replica = MeasuredReplica(
+    replica = ServingReplica(
         shape=shape_here(spec).with_copies(sizes.redundant_experts),
         layout=spec.layout,
         dtype=spec.workload.dtype,

@@ -31,11 +31,13 @@ elements, a dropout mask as half of one).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from hocket.spec import legality
-from hocket.spec.cut import matmul_cost
+from hocket.spec.cut import Cut, choose_cut, matmul_cost
 
 SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
 VIEWS = ("fused", "core", "eager", "both", "shared")
@@ -347,6 +349,11 @@ class ModelShape:
         ends = [w for kind in ("embedding", "head") for w in self.blocks[kind].weights]
         return total + sum({w.name: w.elements for w in ends if not w.frozen}.values())
 
+    def cut(self, split: str | Sequence[int], num_stages: int, *, cuda: bool) -> Cut:
+        """Layers per stage, as the runtime cuts. Raises LayoutError, as `spec.cut.choose_cut`."""
+        costs = self.cut_costs(cuda=cuda)
+        return _cut(split if isinstance(split, str) else tuple(split), num_stages, **costs)
+
     def cut_costs(self, *, cuda: bool) -> dict[str, Any]:
         """What `spec.cut.choose_cut` needs, by name; as `runtime.pipeline.cut.cut_costs`, which
         reads a module."""
@@ -430,3 +437,11 @@ def _said(row: Any) -> dict[str, Any]:
         for field in dataclasses.fields(row)
         if getattr(row, field.name) != field.default
     }
+
+
+@functools.lru_cache(maxsize=512)
+def _cut(
+    split: str | Cut, num_stages: int, layer_costs: tuple[float, ...], after_cost: float
+) -> Cut:
+    layers = len(layer_costs)
+    return choose_cut(split, layers, num_stages, layer_costs=layer_costs, after_cost=after_cost)
