@@ -145,9 +145,9 @@ def probed() -> dict[str, Any]:
         for text in PROBED:
             found[f"train {model} {text}"] = _answer(
                 lambda text=text, shape=shape: json.loads(
-                    machine_forecast.machine_forecast(shape, Layout.parse(text), work, machine)[
-                        0
-                    ].to_json()
+                    machine_forecast.machine_forecast(
+                        machine_forecast.step_problem(shape, Layout.parse(text), work), machine
+                    )[0].to_json()
                 )
             )
         for text in SERVED:

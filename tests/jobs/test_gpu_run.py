@@ -123,6 +123,13 @@ def test_memory_is_what_its_own_execution_allocates() -> None:
     assert sum(kinds.values()) == pytest.approx(max(found.peak_bytes), rel=0.03)
 
 
+def test_the_norm_is_summed_whether_or_not_it_clips() -> None:
+    """A run reports the norm, so that its ranks sum it with `--max-grad-norm 0` as well."""
+    _, spec = job(layout=LAYOUTS[0])
+    free = dataclasses.replace(spec, options=dataclasses.replace(spec.options, max_grad_norm=0.0))
+    assert forecast.forecast_run(free).collectives == forecast.forecast_run(spec).collectives
+
+
 def test_the_layout_that_is_chosen_is_the_plans_first() -> None:
     asked, spec = job(layout="auto")
     assert asked.auto

@@ -123,7 +123,7 @@ MACHINE = MeasuredMachine(measured=measured())
 
 
 def predicted(layout: str, machine: MeasuredMachine = MACHINE, work: Workload = WORK) -> Forecast:
-    return machine_forecast(SHAPE, Layout.parse(layout), work, machine)[0]
+    return machine_forecast(step_problem(SHAPE, Layout.parse(layout), work), machine)[0]
 
 
 # --- rates ---------------------------------------------------------------------------------------
@@ -357,9 +357,9 @@ def test_candidates_are_legal_for_model_and_batch() -> None:
 def test_a_step_with_every_group_that_a_layout_has_is_simulated(text: str) -> None:
     """Copied key/value heads and HSDP's replicas: groups that are neither an axis nor the world."""
     layout = dataclasses.replace(Layout.parse(text), microbatches=4)
-    found, timeline = machine_forecast(
-        shapes.shape("tiny-qwen3"), layout, Workload(seq_len=128, global_batch=16), MACHINE
-    )
+    work = Workload(seq_len=128, global_batch=16)
+    job = step_problem(shapes.shape("tiny-qwen3"), layout, work)
+    found, timeline = machine_forecast(job, MACHINE)
     assert found.known
     derived = {"tp_copies2", "tp_copies4", "replicas"}
     axes = {event.axis for event in timeline.events} & derived
@@ -382,14 +382,11 @@ def test_threads_are_not_predicted() -> None:
 
 
 def test_messages_that_nobody_measured_are_not_free() -> None:
-    alone = dataclasses.replace(measured(), curves=())
-    predicted, _ = machine_forecast(
-        SHAPE, Layout.parse("dp1"), WORK, MeasuredMachine(measured=alone)
-    )
-    assert predicted.step_seconds > 0
+    alone = MeasuredMachine(measured=dataclasses.replace(measured(), curves=()))
+    assert predicted("dp1", alone).step_seconds > 0
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
         with pytest.raises(OptionError, match="over shm was not measured"):
-            machine_forecast(SHAPE, Layout.parse(layout), WORK, MeasuredMachine(measured=alone))
+            predicted(layout, alone)
 
 
 # --- context and expert parallelism -------------------------------------------------------------
@@ -398,7 +395,7 @@ MIXTURE = shapes.shape("tiny-mixtral")
 
 
 def rows_of(text: str, shape: ModelShape = MIXTURE) -> dict[tuple[str, str], dict[str, Any]]:
-    found, _ = machine_forecast(shape, Layout.parse(text), WORK, MACHINE)
+    found, _ = machine_forecast(step_problem(shape, Layout.parse(text), WORK), MACHINE)
     return {(row["name"], row["axis"]): row for row in found.collectives}
 
 
@@ -455,7 +452,8 @@ def test_exchanges_take_time(text: str, axis: str) -> None:
     layout = dataclasses.replace(Layout.parse(text), microbatches=1)
     slow = dataclasses.replace(MACHINE, measured=measured(rate=2e8))
     fast, late = (
-        machine_forecast(MIXTURE, layout, WORK, machine)[0] for machine in (MACHINE, slow)
+        machine_forecast(step_problem(MIXTURE, layout, WORK), machine)[0]
+        for machine in (MACHINE, slow)
     )
     assert late.exposed[axis] > 5 * fast.exposed[axis] > 0
     assert late.step_seconds > fast.step_seconds + 0.5 * (late.exposed[axis] - fast.exposed[axis])

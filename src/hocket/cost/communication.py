@@ -145,9 +145,9 @@ def rank_calls(
     if layout.world_size > 1:
         table.add(When.LOSS, "all-reduce", "world", 1, FLOAT)
     apart = any(share.experts for share in held) or (layout.zero and layout.data_degree > 1)
-    if step.clips and apart and layout.world_size > 1:
+    if apart and layout.world_size > 1:
         table.add(When.NORM, "all-reduce", "world", 1, FLOAT)
-    elif layout.tp * layout.cp * layout.pp > 1 and step.clips:
+    elif layout.tp * layout.cp * layout.pp > 1:
         table.add(When.NORM, "all-reduce", "model", 1, FLOAT)
     return table.calls
 

@@ -48,7 +48,6 @@ class Step:
         expert_nodes: nodes to each of which a token is sent once; 0: a row is sent for each choice.
         experts_by_library: DeepEP moves the tokens; what is counted are those of this rank.
         counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
-        clips: the norm of the gradient is computed.
         bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
         context_parallel: `ring`, `ulysses` or `auto`.
     """
@@ -63,7 +62,6 @@ class Step:
     expert_nodes: int = 0
     experts_by_library: bool = False
     counts_tokens: bool = True
-    clips: bool = True
     bucket_bytes: float = 25_000_000
     context_parallel: str = "auto"
 

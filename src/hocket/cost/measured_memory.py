@@ -38,7 +38,6 @@ def gpu_step(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> StepProble
         workload=spec.workload,
         schedule=schedule,
         bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.data_degree),
-        clip=spec.options.max_grad_norm > 0,
         optimizer=spec.options.optimizer,
         cuda=True,
     )

@@ -99,7 +99,7 @@ def _rank(
     return RankStep(
         before=loop / 2,
         sums=sums,
-        norm=norm if job.clip else 0.0,
+        norm=norm,
         optimizer=rates.optimizer(mine, len(held)),
         after=loop / 2,
     )

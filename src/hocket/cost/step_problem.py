@@ -46,8 +46,8 @@ class StepProblem:
 
     Attributes:
         shape: of the model, traced in `workload.dtype`. layout: with its microbatches.
-        schedule: of the layout's pipeline ranks. bucket_mb: of gradients. clip: whether the norm
-            is computed and gradients are scaled. optimizer: as `TrainOptions.optimizer`.
+        schedule: of the layout's pipeline ranks. bucket_mb: of gradients.
+        optimizer: as `TrainOptions.optimizer`.
         element_bytes: of weights and activations; 0: as the workload's dtype has it.
         gradient_bytes: of an element of a gradient.
     """
@@ -57,7 +57,6 @@ class StepProblem:
     workload: Workload
     schedule: Schedule
     bucket_mb: float = 25.0
-    clip: bool = True
     optimizer: str = "adamw"
     cuda: bool = False
     element_bytes: int = 0
@@ -330,7 +329,6 @@ class StepProblem:
             element_bytes=self.element_bytes,
             gradient_bytes=self.gradient_bytes,
             counts_tokens=False,
-            clips=self.clip,
             experts_per_token=self.shape.experts_per_token,
             bucket_bytes=self.bucket_mb * 1e6,
         )

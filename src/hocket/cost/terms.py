@@ -191,9 +191,7 @@ class Terms:
     """
 
     hidden: Floats
-    vocab: Floats
     layers: Floats
-    experts: Floats
     experts_per_token: Floats
     tied: Floats
     kinds: tuple[tuple[Floats, BlockTerms], ...]
@@ -214,9 +212,7 @@ def terms(shape: ModelShape, *, eager: bool = False) -> Terms:
     )
     return Terms(
         hidden=_one(shape.hidden),
-        vocab=_one(shape.vocab),
         layers=_one(len(shape.layers)),
-        experts=_one(shape.experts),
         experts_per_token=_one(shape.experts_per_token),
         tied=_one(shape.tied),
         kinds=kinds,
@@ -402,17 +398,12 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     others = len(products) + len(block.attention)
     operands = (side for _, *both in weight_gradient_operands(block) for side in both)
     rows = block.memory_bound
+    summed_over = [p for p in products if p.split == "row" and not p.lora]
     joint = (OUTSIDE, -min(3.0 * summed, sums))
     return BlockTerms(
         layer=layer,
-        reductions=len({p.name.split(".")[0] for p in products if p.split == "row" and not p.lora}),
-        reductions_dense=len(
-            {
-                p.name.split(".")[0]
-                for p in products
-                if p.split == "row" and not p.lora and p.groups == 1
-            }
-        ),
+        reductions=len({p.name.split(".")[0] for p in summed_over}),
+        reductions_dense=len({p.name.split(".")[0] for p in summed_over if p.groups == 1}),
         products=tuple(
             Matmul(
                 p.split,

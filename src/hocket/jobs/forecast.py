@@ -114,7 +114,7 @@ def _on_cores(
         evaluate_layouts,
         with_considered_layouts,
     )
-    from hocket.planning.machine_forecast import machine_forecast
+    from hocket.planning.machine_forecast import machine_forecast, step_problem
 
     missing = unmeasured(spec, spec.layout)
     if missing:
@@ -122,9 +122,8 @@ def _on_cores(
     machine = run_machine(spec, measured)
     shape = run_shape(spec, launcher)
     bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
-    found, timeline = machine_forecast(
-        shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
-    )
+    job = step_problem(shape, spec.layout, spec.workload, schedule=schedule, bucket_mb=bucket_mb)
+    found, timeline = machine_forecast(job, machine)
     if considered:
         most = max(spec.layout.world_size, measured.host.cores)
         others = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec))

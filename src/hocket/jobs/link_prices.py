@@ -130,11 +130,11 @@ def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPri
     """The same on CPU cores that were measured."""
     from hocket.cost.measured_links import CROSSED
     from hocket.planning.links import probed_axis_links
-    from hocket.planning.machine_forecast import forecast_of, rates_of, step_problem
+    from hocket.planning.machine_forecast import machine_forecast, rates_of, step_problem
 
     shape, one, workload = asked.shape, asked.layout, asked.spec.workload
     job = step_problem(shape, one, workload)
-    forecast, _ = forecast_of(job, asked.machine)
+    forecast, _ = machine_forecast(job, asked.machine)
     _, ways = rates_of(job, asked.machine)
     return LinkPrices(
         model=shape.name,

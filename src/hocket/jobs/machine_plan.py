@@ -63,13 +63,12 @@ def machine_plan(
     from hocket.jobs import forecast, forecast_policy
     from hocket.jobs.adapters import adapter_text as of_adapters
     from hocket.planning.machine_choice import (
-        evaluate_layouts,
         fits_machine,
         holds,
         require_fit,
         with_considered_layouts,
     )
-    from hocket.planning.machine_forecast import step_problem
+    from hocket.planning.machine_forecast import machine_forecast, step_problem
     from hocket.planning.plan import TrainingPlan
 
     if objective not in OBJECTIVES:
@@ -87,7 +86,7 @@ def machine_plan(
     shown = ALL if objective == "memory" else top
     if layout is not None:
         layouts = [asked.layout]
-        considered = evaluate_layouts(shape, workload, machine, layouts, shown=shown)
+        considered = [machine_forecast(step_problem(shape, asked.layout, workload), machine)]
     else:
         layouts, considered = forecast.considered_layouts(
             spec,

@@ -8,7 +8,7 @@ Problem x Layout -> `plan.plan_one`   the very figures that `hocket plan` shows
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hocket.planning.forecast import LayoutForecast
@@ -82,7 +82,8 @@ def gpu_forecast(
         notes=plan.notes,
     )
     if considered:
-        found = _with_alternatives(problem, best, found, memory, considered)
+        others = _others(problem, (str(layout), str(best.layout)), memory, considered)
+        found = found.among(others, fits=best.fits, shown=considered)
     return found, timeline
 
 
@@ -169,36 +170,25 @@ def _collective(rank: int, name: str, axis: str, start: float, end: float) -> Ev
     return Event(rank=rank, lane=LANES[1], kind=name, name=name, start=start, end=end, axis=axis)
 
 
-def _with_alternatives(
-    problem: Problem, best: LayoutForecast, found: Forecast, memory: MemoryRows, count: int
-) -> Forecast:
-    """With the planner's best layouts of the same GPUs, the run's own among them, best first."""
-
-    def alternative(one: LayoutForecast, text: str, *, chosen: bool) -> Alternative:
+def _others(
+    problem: Problem, own: Sequence[str], memory: MemoryRows, count: int
+) -> Iterator[Alternative]:
+    """The planner's best layouts of the same GPUs, without the run's `own`."""
+    try:
+        found = best_layouts(problem, top=count).layouts
+    except HocketError:  # nothing fits with room to spare
+        return
+    for one in found:
+        if str(one.layout) in own:
+            continue
         try:
             peak = max(rank["total"] for rank in memory(one.layout))
         except HocketError:  # a layout that this hocket does not run
             peak = sum(one.memory_by_kind.values())
-        return Alternative(
-            layout=text,
+        yield Alternative(
+            layout=str(one.layout),
             step_seconds=one.step_seconds.median,
             memory=peak,
             bubble=one.bubble,
             fits=one.fits,
-            chosen=chosen,
         )
-
-    own = alternative(best, found.layout, chosen=True)
-    try:
-        others = best_layouts(problem, top=count).layouts
-    except HocketError:  # nothing fits with room to spare
-        others = ()
-    rows = [
-        alternative(one, str(one.layout), chosen=False)
-        for one in others
-        if str(one.layout) not in (found.layout, str(best.layout))
-    ]
-    ordered = sorted([own, *rows], key=lambda one: (not one.fits, one.step_seconds))[:count]
-    if own not in ordered:
-        ordered[-1] = own
-    return dataclasses.replace(found, alternatives=tuple(ordered))

@@ -16,7 +16,7 @@ from hocket.cost.measured_prices import step_prices
 from hocket.cost.step_problem import StepProblem
 from hocket.planning.machine_forecast import (
     MeasuredMachine,
-    forecast_of,
+    machine_forecast,
     rates_of,
     step_problem,
 )
@@ -163,24 +163,18 @@ def with_considered_layouts(
     best: Forecast, ranked: Iterable[Forecast], shown: int = 12
 ) -> Forecast:
     """A forecast with what else was considered, itself among it, best first."""
-    others = [one for one in ranked if one.layout != best.layout]
-    rows = sorted([best, *others], key=_order)[:shown]
-    if best not in rows:
-        rows[-1] = best
-    return dataclasses.replace(
-        best,
-        alternatives=tuple(
-            Alternative(
-                layout=one.layout,
-                step_seconds=one.step_seconds,
-                memory=max(one.peak_bytes),
-                bubble=one.bubble,
-                fits=fits_machine(one),
-                chosen=one is best,
-            )
-            for one in rows
-        ),
+    others = (
+        Alternative(
+            layout=one.layout,
+            step_seconds=one.step_seconds,
+            memory=max(one.peak_bytes),
+            bubble=one.bubble,
+            fits=fits_machine(one),
+        )
+        for one in ranked
+        if one.layout != best.layout
     )
+    return best.among(others, fits=fits_machine(best), shown=shown)
 
 
 def evaluate_layouts(
@@ -191,7 +185,6 @@ def evaluate_layouts(
     *,
     otherwise: Callable[[], Iterable[Layout]] | None = None,
     bucket_mb: float = 25.0,
-    clip: bool = True,
     shown: int = 12,
 ) -> list[tuple[Forecast, Timeline]]:
     """Forecasts of layouts, those that fit first, then the fastest first.
@@ -203,22 +196,18 @@ def evaluate_layouts(
     """
     ranked: list[tuple[Forecast, Timeline]] = []
     best_yet = math.inf
-    for bound, job in _bounded(shape, workload, machine, layouts, bucket_mb=bucket_mb, clip=clip):
+    for bound, job in _bounded(shape, workload, machine, layouts, bucket_mb=bucket_mb):
         if bound > best_yet and len(ranked) >= shown:
             continue  # it cannot be the fastest, and enough is shown
-        one, timeline = forecast_of(job, machine)
+        one, timeline = machine_forecast(job, machine)
         ranked.append((one, timeline))
         if fits_machine(one):
             best_yet = min(best_yet, one.step_seconds)
     if otherwise is not None and best_yet == math.inf:
         ranked += evaluate_layouts(
-            shape, workload, machine, otherwise(), bucket_mb=bucket_mb, clip=clip, shown=shown
+            shape, workload, machine, otherwise(), bucket_mb=bucket_mb, shown=shown
         )
-    return sorted(ranked, key=lambda pair: _order(pair[0]))
-
-
-def _order(one: Forecast) -> tuple[bool, float]:
-    return not fits_machine(one), one.step_seconds
+    return sorted(ranked, key=lambda pair: (not fits_machine(pair[0]), pair[0].step_seconds))
 
 
 def fits_machine(one: Forecast) -> bool:
@@ -239,13 +228,12 @@ def _bounded(
     layouts: Iterable[Layout],
     *,
     bucket_mb: float,
-    clip: bool,
 ) -> list[tuple[float, StepProblem]]:
     """The layouts with the least that each can take, the least first."""
     found = []
     for layout in layouts:
         try:
-            job = step_problem(shape, layout, workload, bucket_mb=bucket_mb, clip=clip)
+            job = step_problem(shape, layout, workload, bucket_mb=bucket_mb)
             prices = step_prices(job, *rates_of(job, machine))
         except (LayoutError, ScheduleError):
             continue

@@ -67,33 +67,6 @@ class MeasuredMachine:
         return min(known, key=lambda s: abs(s.ranks - ranks)).unlike
 
 
-def machine_forecast(
-    shape: ModelShape,
-    layout: Layout,
-    workload: Workload,
-    machine: MeasuredMachine,
-    *,
-    schedule: Schedule | None = None,
-    bucket_mb: float = 25.0,
-    clip: bool = True,
-) -> tuple[Forecast, Timeline]:
-    """What a job takes, and the Timeline of one step.
-
-    Args:
-        shape: traced in the workload's dtype.
-        layout: with its microbatches.
-        schedule: what will run. None: the layout's.
-
-    Raises:
-        OptionError: the machine's measurements hold no products.
-        LayoutError: what is no layout of processes.
-    """
-    if layout.data_parallel == "threads":
-        raise LayoutError("replicas in threads share one interpreter: no prediction")
-    job = step_problem(shape, layout, workload, schedule=schedule, bucket_mb=bucket_mb, clip=clip)
-    return forecast_of(job, machine)
-
-
 def step_problem(
     shape: ModelShape,
     layout: Layout,
@@ -101,25 +74,34 @@ def step_problem(
     *,
     schedule: Schedule | None = None,
     bucket_mb: float = 25.0,
-    clip: bool = True,
 ) -> StepProblem:
-    """One layout's step; `schedule` None: the layout's.
+    """One layout's step.
+
+    Args:
+        shape: traced in the workload's dtype.
+        layout: with its microbatches.
+        schedule: what will run. None: the layout's.
 
     Raises:
-        LayoutError, ScheduleError: the schedule cannot be built.
+        LayoutError, ScheduleError: the schedule cannot be built, or replicas are threads.
     """
+    if layout.data_parallel == "threads":
+        raise LayoutError("replicas in threads share one interpreter: no prediction")
     return StepProblem(
         shape=shape,
         layout=layout,
         workload=workload,
         schedule=schedule or build_schedule(layout, layout.microbatches or 1),
         bucket_mb=bucket_mb,
-        clip=clip,
     )
 
 
-def forecast_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Forecast, Timeline]:
-    """As `machine_forecast`, of a problem that is made."""
+def machine_forecast(job: StepProblem, machine: MeasuredMachine) -> tuple[Forecast, Timeline]:
+    """What a job takes, and the Timeline of one step.
+
+    Raises:
+        OptionError: the machine's measurements hold no products.
+    """
     layout, workload, schedule = job.layout, job.workload, job.schedule
     rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)

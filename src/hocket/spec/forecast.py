@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any, Self
 
 from hocket.spec.errors import OptionError, RunFolderError
@@ -111,6 +112,25 @@ class Forecast(Prediction):
     def peak_bytes(self) -> tuple[int, ...]:
         """Bytes at the worst moment, by rank."""
         return tuple(row["total"] for row in self.memory)
+
+    def among(self, others: Iterable[Alternative], *, fits: bool, shown: int) -> Forecast:
+        """With the best of what else was considered, and itself: what fits first, then the fastest.
+
+        Args:
+            fits: whether it does. shown: how many rows.
+        """
+        own = Alternative(
+            layout=self.layout,
+            step_seconds=self.step_seconds,
+            memory=max(self.peak_bytes),
+            bubble=self.bubble,
+            fits=fits,
+            chosen=True,
+        )
+        rows = sorted([own, *others], key=lambda one: (not one.fits, one.step_seconds))[:shown]
+        if own not in rows:
+            rows[-1] = own
+        return dataclasses.replace(self, alternatives=tuple(rows))
 
     def to_json(self) -> str:
         """A JSON form with an exact inverse; `peak_bytes` is written for readers."""
