@@ -179,19 +179,13 @@ class Servers(Protocol):
         """
 
 
-def server_forecast(
-    servers: Servers, layout: Layout, sizes: EngineSizes, service: Service | None = None
-) -> ServingForecast:
-    """What a server gives.
-
-    Args:
-        layout: of all replicas.
-        service: the requests that come. None: usual ones.
+def server_forecast(servers: Servers, layout: Layout, sizes: EngineSizes) -> ServingForecast:
+    """What a server gives to usual requests; `layout`: of all replicas.
 
     Raises:
         HocketError: as `Servers.replica`.
     """
-    service = service or usual(sizes.longest)
+    service = usual(sizes.longest)
     one = servers.replica(layout, sizes)
     steps, tokens = one.steps, one.cache_tokens
     contexts = sorted({max(1, sizes.longest // 8), max(1, sizes.longest // 2)})
@@ -407,17 +401,14 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
 
 
 def evaluate_servers(
-    servers: Servers,
-    sizes: EngineSizes,
-    layouts: Iterable[Layout],
-    service: Service | None = None,
+    servers: Servers, sizes: EngineSizes, layouts: Iterable[Layout]
 ) -> list[tuple[float, ConsideredServer]]:
     """Layouts with the requests a second that they answer within the goals, best first.
 
     Those that fit come first; then what answers most requests a second with the goal per token
     met, then what answers most tokens.
     """
-    service = service or usual(sizes.longest)
+    service = usual(sizes.longest)
     found: list[tuple[float, ConsideredServer]] = []
     for layout in layouts:
         replica = servers.replica(layout, sizes)
@@ -449,17 +440,14 @@ def evaluate_servers(
 
 
 def choose_server(
-    servers: Servers,
-    sizes: EngineSizes,
-    layouts: Iterable[Layout],
-    service: Service | None = None,
+    servers: Servers, sizes: EngineSizes, layouts: Iterable[Layout]
 ) -> ServingForecast:
     """The forecast of the best layout, with the others that were considered.
 
     Raises:
         OptionError: none of them fits.
     """
-    ranked = evaluate_servers(servers, sizes, layouts, service)
+    ranked = evaluate_servers(servers, sizes, layouts)
     if not ranked or not ranked[0][1].fits:
         best = max(ranked, key=lambda p: p[1].cache_tokens)[1] if ranked else None
         rank = 0 if best is None else servers.replica(Layout.parse(best.layout), sizes).capacity
@@ -477,9 +465,7 @@ def choose_server(
             else "another machine: hocket plan MODEL --serve",
         )
     chosen = Layout.parse(ranked[0][1].layout)
-    return with_servers(
-        server_forecast(servers, chosen, sizes, service), [one for _, one in ranked]
-    )
+    return with_servers(server_forecast(servers, chosen, sizes), [one for _, one in ranked])
 
 
 def with_servers(found: ServingForecast, ranked: Sequence[ConsideredServer]) -> ServingForecast:

@@ -14,7 +14,6 @@ from hocket.cost.machine import ClusterNumbers, stack_machines
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, stack_terms, structure, terms
 from hocket.planning.table import PublishedRow
-from hocket.spec.model_shape import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +51,9 @@ def by_structure(rows: Sequence[PublishedRow]) -> list[list[int]]:
 def row_batch(rows: Sequence[PublishedRow]) -> RowBatch:
     """Rows of one structure of model as one batch."""
     known: dict[int, Terms] = {}
-    models: dict[int, ModelShape] = {}
     for row in rows:
         if id(row.shape) not in known:
             known[id(row.shape)] = terms(row.shape)
-            models[id(row.shape)] = row.shape
     names = [f.name for f in dataclasses.fields(Layouts)]
     return RowBatch(
         model=stack_terms([known[id(row.shape)] for row in rows]),

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,7 @@ def training_report(table: Sequence[Mapping[str, str]]) -> ValidationReport:
     names: dict[str, list[ValidatedRow]] = {}
     for one in predicted_rows:
         names.setdefault(training_group(one.row), []).append(one)
-    missing: dict[str, int] = {}
-    for name in left_out:
-        missing[source[name]] = missing.get(source[name], 0) + 1
+    missing = Counter(source[name] for name in left_out)
     groups = {
         name: training_scores(members, missing.pop(name, 0) if not name.startswith("other:") else 0)
         for name, members in names.items()

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hocket.planning import csv_rows
-from hocket.planning.serving_load import Constants, answers, load_groups
+from hocket.planning.serving_load import answers, load_groups
 from hocket.planning.serving_table import ServingTableRow, read_serving_table, serving_rows
 
 FIELDS = ("tpot", "ttft", "throughput")
@@ -85,16 +86,13 @@ class ServingValidationReport:
     def to_json(self) -> dict[str, Any]:
         """`overall`, `averaged`, `dense`, `groups` and `families`, each with the fields of
         Scores; `left_out`: reasons and how many rows each."""
-        reasons: dict[str, int] = {}
-        for reason in self.left_out.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
         return {
             "overall": dataclasses.asdict(self.overall),
             "averaged": dataclasses.asdict(self.averaged),
             "dense": dataclasses.asdict(self.dense),
             "groups": {name: dataclasses.asdict(s) for name, s in self.groups.items()},
             "families": {name: dataclasses.asdict(s) for name, s in self.families.items()},
-            "left_out": reasons,
+            "left_out": dict(Counter(self.left_out.values())),
         }
 
 
@@ -107,12 +105,10 @@ def validate_serving(path: str | Path) -> ServingValidationReport:
     return serving_report(read_serving_table(path))
 
 
-def serving_report(
-    table: Sequence[Mapping[str, str]], change: Constants | None = None
-) -> ServingValidationReport:
+def serving_report(table: Sequence[Mapping[str, str]]) -> ServingValidationReport:
     """Price every row of a table that has been read."""
     found, left_out = serving_rows(table)
-    predicted_rows = price_serving_rows(found, change)
+    predicted_rows = price_serving_rows(found)
     several: dict[str, set[str]] = {}
     for one in predicted_rows:
         if one.row.mainstream:
@@ -123,15 +119,9 @@ def serving_report(
         names.setdefault(serving_group(one.row, several), []).append(one)
         families.setdefault(one.row.gpu, []).append(one)
     source = {line["id"]: line["source"] for line in table}
-    gpus = {line["id"]: line["gpu"] for line in table}
-    missing: dict[str, int] = {}
-    lost: dict[str, int] = {}
-    for name in left_out:
-        missing[source[name]] = missing.get(source[name], 0) + 1
-        lost[gpus[name]] = lost.get(gpus[name], 0) + 1
     figures = {name: serving_scores(members) for name, members in names.items()}
     main = [s for name, s in figures.items() if not name.startswith("other:")]
-    for name, count in missing.items():
+    for name, count in Counter(source[name] for name in left_out).items():
         key = name if name in figures else f"{name}: left out"
         figures[key] = dataclasses.replace(
             figures.get(key, serving_scores([])), rows_left_out=count
@@ -157,13 +147,11 @@ def serving_group(row: ServingTableRow, several: Mapping[str, set[str]] | None =
     return f"{row.source}: {row.engine}" if len(engines) > 1 else row.source
 
 
-def price_serving_rows(
-    found: Sequence[ServingTableRow], change: Constants | None = None
-) -> list[ValidatedServingRow]:
-    """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
+def price_serving_rows(found: Sequence[ServingTableRow]) -> list[ValidatedServingRow]:
+    """Predictions of rows."""
     if not found:
         return []
-    answer = answers(load_groups(found), len(found), change)
+    answer = answers(load_groups(found), len(found))
     medians = {
         field: csv_rows.medians((row.key, getattr(row, field)) for row in found) for field in FIELDS
     }

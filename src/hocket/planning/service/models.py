@@ -146,7 +146,6 @@ def mixture(
     experts: int,
     experts_per_token: int,
     kv_heads: int,
-    vocab: int = 100352,
     name: str = "mixture",
 ) -> ModelShape:
     """A mixture of experts in every layer, plain (not gated) experts of width `ffn`."""
@@ -156,7 +155,7 @@ def mixture(
         heads=hidden // HEAD,
         kv_heads=kv_heads,
         ffn=ffn,
-        vocab=vocab,
+        vocab=100352,
         tied=False,
         dropout=False,
         name=name,

@@ -295,7 +295,6 @@ def deploy(
     one: Candidate,
     *,
     most: int | None = None,
-    counted: int = COUNTED,
     replicas: int | None = None,
 ) -> Deployed | None:
     """The fewest replicas of one layout that meet the goals; None: none up to `most` GPUs.
@@ -315,7 +314,7 @@ def deploy(
 
     def good(count: int) -> bool:
         if count not in known:
-            known[count] = played(problem, one, count, counted=counted, hasty=True)
+            known[count] = played(problem, one, count, hasty=True)
         found = known[count]
         return found is not None and not misses(problem, found)
 
@@ -347,7 +346,6 @@ def search_deployments(
     top: int = 10,
     pins: Pins | None = None,
     found: list[Candidate] | None = None,
-    counted: int = COUNTED,
 ) -> list[Deployed]:
     """The deployments that meet the goals, fewest GPUs first, then quickest answers.
 
@@ -377,7 +375,7 @@ def search_deployments(
             other = one if chunk == one.chunk else candidate(group, one.tp, one.pp, chunk)
             most = enough if deployed is None else deployed.gpus - one.size
             replicas = None if asked is None else asked // one.ep
-            again = deploy(problem, other, most=most, counted=counted, replicas=replicas)
+            again = deploy(problem, other, most=most, replicas=replicas)
             deployed = again or deployed
         if deployed is not None:
             best.append(deployed)
