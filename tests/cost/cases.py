@@ -163,11 +163,10 @@ def recorded_and_expected(
             StageShare.of_plan(
                 plan,
                 stage.placements,
+                split,
                 stage=stage.index,
-                tp=split.tp,
                 num_stages=1 if schedule is None else schedule.num_stages,
                 experts_per_token=config.get("num_experts_per_tok", 0),
-                layout=split,
                 handed={
                     name: HANDED[model]
                     for name, module in stage.module.named_modules()
@@ -241,7 +240,7 @@ def of_layers(context: Any) -> Any:
     mesh = Mesh(layout, context.rank, "cpu")
     plan, parallel = _built(layout, LLAMA, mesh, 25.0)
     (stage,) = parallel.stages
-    share = StageShare.of_plan(plan, stage.placements, stage=stage.index, tp=2, num_stages=2)
+    share = StageShare.of_plan(plan, stage.placements, layout, stage=stage.index, num_stages=2)
     layers = layers_share(
         parallel.bounds[stage.index],
         stage=stage.index,

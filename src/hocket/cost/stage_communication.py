@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hocket.cost.communication_table import FLOAT
 from hocket.cost.stage_context import over_context, recomputed_placements
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Attention, Handed, ModuleRuns
@@ -107,13 +108,11 @@ class StageShare:
         cls,
         plan: ParallelPlan,
         placements: Mapping[str, Placement],
+        layout: Layout,
         *,
-        stage: int = 0,
-        tp: int = 1,
-        num_stages: int = 1,
-        element_bytes: int = 4,
+        stage: int,
+        num_stages: int,
         experts_per_token: int = 0,
-        layout: Layout | None = None,
         trained: Collection[str] | None = None,
         constant: Collection[str] = (),
         fp8: Collection[str] = (),
@@ -134,17 +133,14 @@ class StageShare:
         on how much (`models.meta_forward`); of one that is absent once, on T x H elements.
 
         Row products and the embedding are summed forward. Column products that share a parent
-        module are fed the same tensor, whose gradient is summed once backward. `element_bytes`
-        are those of a gradient. `layout` says
-        which layers are recomputed; None: none.
+        module are fed the same tensor, whose gradient is summed once backward.
         """
-        if layout is not None:
-            plan = dataclasses.replace(plan, tensor=plan.tensor_for(layout))
+        tp, e = layout.tp, FLOAT  # gradients are summed in fp32, whatever the parameters are
+        plan = dataclasses.replace(plan, tensor=plan.tensor_for(layout))
         everything = [p for p in placements.values() if _is_own(p, placements)]
         every = [p for p in everything if not p.is_expert]
         moved = [p for p in everything if p.is_expert]
         own = [p for p in every if _is_trained(p, trained, constant)]
-        e = element_bytes
 
         def late(p: Placement) -> bool:
             return (tp > 1 and ("tp" in p.grad_sum or p.has_copies)) or (
@@ -152,7 +148,7 @@ class StageShare:
             )
 
         fields = _sums(plan, placements, tp, experts_per_token, runs or {}) if tp > 1 else {}
-        slices = tp > 1 and layout is not None and layout.sequence_parallel
+        slices = tp > 1 and layout.sequence_parallel
         if slices:
             fields |= _slices(plan, placements, fields, experts_per_token, routing_width)
         if slices and fp8:
@@ -161,7 +157,7 @@ class StageShare:
             fields["backward_gathers"] = gathers[: len(gathers) - fewer]
         if tp > 1 and trained is not None:
             fields |= _frozen_sums(plan, placements, fields, trained, first=stage == 0)
-        if tp > 1 and layout is not None and layout.recompute == "full":
+        if tp > 1 and layout.recompute == "full":
             again, stops = _again(plan, placements, layout)
             repeated = _sums(plan, again, tp, 0, runs or {})
             if slices:
@@ -218,7 +214,7 @@ class StageShare:
 
 
 def _experts(
-    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout | None
+    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
 ) -> dict[str, Any]:
     """The fields of a share that come from experts over ranks."""
 
@@ -226,7 +222,7 @@ def _experts(
         return {n.rpartition(".")[0]: p.shape[0] for n, p in held.items() if p.is_expert}
 
     modules = counts(placements)
-    if not modules or layout is None:
+    if not modules:
         return {}
     found: dict[str, Any] = {"experts": tuple(modules.values())}
     if layout.recompute == "full":

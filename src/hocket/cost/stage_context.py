@@ -15,12 +15,12 @@ from hocket.spec.plan import ParallelPlan
 def over_context(
     plan: ParallelPlan,
     placements: Mapping[str, Placement],
-    layout: Layout | None,
+    layout: Layout,
     handed: Mapping[str, Handed],
     cores: Collection[tuple[Attention, bool]],
 ) -> dict[str, Any]:
     """The fields of a share that come from context parallelism."""
-    if layout is None or layout.cp == 1:
+    if layout.cp == 1:
         return {}
 
     def attentions(held: Mapping[str, Placement], gradient: bool = True) -> tuple[Attention, ...]:

@@ -149,6 +149,7 @@ def expected_rows(
         return StageShare.of_plan(
             plan,
             placements,
+            layout,
             fp8=frozenset(fp8),
             routing_width=routing // element_bytes,
             trained=None
@@ -156,11 +157,8 @@ def expected_rows(
             else {place.name for pair in products.values() for place in pair},
             constant=constant,
             stage=stage,
-            tp=layout.tp,
             num_stages=num_stages,
-            element_bytes=4,  # gradients are kept and summed in fp32, whatever the parameters are
             experts_per_token=choices,
-            layout=layout,
             handed=handed,
             cores=cores,
             runs=runs,
