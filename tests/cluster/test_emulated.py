@@ -177,44 +177,58 @@ with urllib.request.urlopen(request, timeout=30) as answer:
 """
 
 
-def slurm_serves(cluster: Cluster) -> None:
-    """One replica on two hosts: tokens and log-probabilities of plain transformers."""
-    made = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.model", "model", "Once upon", "12"],
-        cwd=cluster.folder, env=cluster.environment, capture_output=True, text=True, check=True,
-        timeout=60,
-    )  # fmt: skip
-    wanted = json.loads(made.stdout.splitlines()[-1])
-    keys = cluster.folder / "keys"
-    keys.write_text("tester abcdefghijklmnopqrstuvwxyz0123456789\n")
-    keys.chmod(0o600)
-    text = cluster.template(
-        *("slurm", "model", "--serve", "--layout", "tp2", "--gpus-per-node", "0"),
-        *("--", "--device", "cpu", "--num-blocks", "64", "--max-model-len", "128"),
-    )
-    (cluster.folder / "job.sbatch").write_text(text)
+class Served:
+    """A tiny model in the folder of a cluster, the job file that serves it, and its clients."""
 
-    def ask(host: Host, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.keys = cluster, cluster.folder / "keys"
+        made = subprocess.run(
+            [sys.executable, "-m", "tests.cluster.model", "model", "Once upon", "12"],
+            cwd=cluster.folder, env=cluster.environment, capture_output=True, text=True,
+            check=True, timeout=60,
+        )  # fmt: skip
+        self.wanted = json.loads(made.stdout.splitlines()[-1])
+        self.keys.write_text("tester abcdefghijklmnopqrstuvwxyz0123456789\n")
+        self.keys.chmod(0o600)
+        self.file = cluster.folder / "job.sbatch"
+        self.file.write_text(
+            cluster.template(
+                *("slurm", "model", "--serve", "--layout", "tp2", "--gpus-per-node", "0"),
+                *("--", "--device", "cpu", "--num-blocks", "64", "--max-model-len", "128"),
+            )
+        )
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """An answer to the other node, which reaches the front by the network; None: none."""
         words = [sys.executable, "-c", ASK, f"http://node-0:{path}"]
-        words += [json.dumps(body) if body else "", keys.read_text().split()[1]]
-        done = subprocess.run(host.command(*words), capture_output=True, text=True, check=False)
+        words += [json.dumps(body) if body else "", self.keys.read_text().split()[1]]
+        words = self.cluster.hosts[1].command(*words)
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         try:
             return dict(json.loads(done.stdout)) if done.returncode == 0 else None
         except ValueError:
             return {"text": done.stdout}
 
-    job = ["bash", "job.sbatch"]
-    with cluster.started(*job, HOCKET_API_KEYS=str(keys)) as process:
-        cluster.until(lambda: "ready after" in cluster.output, process)
-        other = cluster.hosts[1]  # it reaches the front by the network
+    def answers_as_transformers(self, log: str) -> None:
+        """Tokens and log-probabilities are those of plain transformers."""
         body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "logprobs": 1}
-        answer = ask(other, "8000/v1/completions", {**body, "return_tokens_as_token_ids": True})
-        assert answer is not None, cluster.output
+        body["return_tokens_as_token_ids"] = True
+        answer = self.ask("8000/v1/completions", body)
+        assert answer is not None, log
         found = answer["choices"][0]["logprobs"]
-        assert [int(t.removeprefix("token_id:")) for t in found["tokens"]] == wanted["tokens"]
-        assert found["token_logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
-        assert ask(other, "8000/ready") == {"status": "ready"}
-        exported = ask(other, "8001/metrics")
+        tokens = [int(t.removeprefix("token_id:")) for t in found["tokens"]]
+        assert tokens == self.wanted["tokens"]
+        assert found["token_logprobs"] == pytest.approx(self.wanted["logprobs"], abs=1e-4)
+
+
+def slurm_serves(cluster: Cluster) -> None:
+    """One replica on two hosts: tokens and log-probabilities of plain transformers."""
+    served = Served(cluster)
+    with cluster.started("bash", "job.sbatch", HOCKET_API_KEYS=str(served.keys)) as process:
+        cluster.until(lambda: "ready after" in cluster.output, process)
+        served.answers_as_transformers(cluster.output)
+        assert served.ask("8000/ready") == {"status": "ready"}
+        exported = served.ask("8001/metrics")
         assert exported is not None
         assert 'hocket_generated_tokens_total{replica="0"} 12.0' in exported["text"]
         os.kill(int((cluster.folder / "srun.pid").read_text()), signal.SIGTERM)
@@ -274,13 +288,13 @@ def processes(host: Host) -> list[int]:
     return [int(pid) for pid in found]
 
 
-def ranks_of(host: Host) -> list[int]:
+def ranks_of(host: Host, verb: str = "train") -> list[int]:
     """Processes of hocket ranks in a host's namespace."""
     return [
         pid
         for pid in processes(host)
         if b"torch.distributed.run" not in (words := Path(f"/proc/{pid}/cmdline").read_bytes())
-        and b"hocket\x00train" in words
+        and f"hocket\0{verb}".encode() in words
     ]
 
 

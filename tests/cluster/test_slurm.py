@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import asked, logs, missing, slurm
-from tests.cluster.test_emulated import Cluster, cluster, losses, ranks_of
+from tests.cluster.test_emulated import Cluster, Served, cluster, losses, ranks_of
 from tests.rotation import part
 
 __all__ = ["cluster"]
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
 
@@ -55,7 +55,7 @@ class Nodes:
         return self.ask("sbatch", "--parsable", f"--chdir={self.cluster.folder}", str(file))
 
     def until(self, job: str, found: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not found():
             log = self.cluster.folder / f"hocket-{job}.log"
             state = self.state(job)
@@ -141,13 +141,31 @@ def a_lost_node_shrinks_the_run_until_it_is_back(nodes: Nodes) -> None:
     assert found == pytest.approx(whole, rel=2e-5)
 
 
+def a_server_comes_back_and_drains(nodes: Nodes) -> None:
+    """A rank is killed: the step is started again. SIGTERM: requests end, and so does the job."""
+    cluster, served = nodes.cluster, Served(nodes.cluster)
+    nodes.variables["HOCKET_API_KEYS"] = str(served.keys)
+    job = nodes.ask("sbatch", "--parsable", f"--chdir={cluster.folder}", str(served.file))
+    log = cluster.folder / f"hocket-{job}.log"
+    nodes.until(job, lambda: log.exists() and "ready after" in log.read_text())
+    for pid in ranks_of(cluster.hosts[1], "serve"):
+        os.kill(pid, signal.SIGKILL)
+    nodes.until(job, lambda: log.read_text().count("ready after") == 2)
+    served.answers_as_transformers(log.read_text())
+    nodes.ask("scancel", "--signal=TERM", job)
+    nodes.until(job, lambda: "COMPLETED" in nodes.state(job))
+    assert "1 request answered, 12 tokens" in log.read_text()
+    assert not ranks_of(cluster.hosts[0], "serve") + ranks_of(cluster.hosts[1], "serve")
+
+
 CASES = [
+    a_server_comes_back_and_drains,
     a_killed_rank_and_a_notice_change_no_weight,
     a_lost_node_shrinks_the_run_until_it_is_back,
 ]
 
 
-@pytest.mark.parametrize("case", part(CASES, 2), ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", part(CASES, 3), ids=lambda case: case.__name__)
 def test_a_printed_job_under_slurm(
     case: Callable[[Nodes], None], cluster: Cluster, tmp_path: Path
 ) -> None:
