@@ -234,11 +234,11 @@ def make_groups(
         )
     mine = None
     # NCCL may split a communicator for each, in which every rank must take part. Elsewhere only
-    # the members meet, which is quicker than a meeting of all for every group. torch then names a
-    # group by how many a rank has made before, which must be as many on each: every axis deals all
-    # ranks out, but the stages between the first and the last have no part in `embedding`. What
-    # another mesh makes after it, all ranks make.
-    local = not _met_by_all()
+    # the members meet, which is quicker than a meeting of all for every group. torch names a group
+    # by how many a rank has made before, which must be as many on each: every axis deals all ranks
+    # out, but the stages between the first and the last have no part in `embedding`. That group is
+    # made by all ranks, as torch 2.14 counts; so is what follows it, as torch 2.13 counts.
+    local = not _met_by_all() and sum(map(len, rows)) == dist.get_world_size()
     for row in rows:
         if rank in row or not local:
             group = dist.new_group(
