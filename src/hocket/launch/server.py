@@ -232,33 +232,36 @@ class ForkServer:
 
 @contextlib.contextmanager
 def no_device_asked() -> Iterator[None]:
-    """Within, torch answers whether Triton can be used without initializing CUDA.
+    """Within, torch answers what a device can do without initializing CUDA.
 
     Packages ask while they are imported (torchao, which transformers imports where it is
     installed), and a process that initialized CUDA cannot fork others that use it. torch asks the
-    device whether its compute capability is 7.0 or higher, the least that is supported here. Who
-    bound the function meanwhile gets torch's own answer later.
+    device whether its compute capability is 7.0 or higher, the least that is supported here, and
+    that is the answer: torchao then defines no kernels of MX formats (10.0), which nothing here
+    uses. Who bound a function meanwhile gets torch's own answer later.
     """
+    import torch
     from torch.utils import _triton
 
     module: Any = _triton
-    given = module.has_triton
+    given, capability = module.has_triton, torch.cuda.get_device_capability
     within = True
 
     def has_triton() -> bool:
-        import torch
-
         if within and torch.cuda.is_available():
             return bool(module.has_triton_package())
         return bool(given())
 
+    def get_device_capability(device: Any = None) -> tuple[int, int]:
+        return (7, 0) if within else capability(device)
+
     has_triton.cache_clear = given.cache_clear  # type: ignore[attr-defined]
-    module.has_triton = has_triton
+    module.has_triton, torch.cuda.get_device_capability = has_triton, get_device_capability
     try:
         yield
     finally:
         within = False
-        module.has_triton = given
+        module.has_triton, torch.cuda.get_device_capability = given, capability
 
 
 def take_in(modules: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
