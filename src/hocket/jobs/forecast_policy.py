@@ -116,7 +116,7 @@ def _chosen(
         why = UNMEASURED
     if why and request.ranks is not None:
         layout = elastic.unmeasured_layout(job, request.ranks)
-        record.note(f"layout {layout}, for {request.ranks} ranks; {why}")
+        record.note(f"layout {layout}, for a world of {request.ranks}; {why}")
         return (Forecast.none(str(layout), why), None), prepare.job_in_layout(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
