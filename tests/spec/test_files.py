@@ -23,7 +23,6 @@ def test_a_disk_that_is_full_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=str(file)) as refused:
         write_text(file, "text")
     assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(file))
-    assert not list(tmp_path.iterdir()), "no part of it stays"
 
 
 @needs_full

@@ -488,13 +488,9 @@ SERVED = ("device", "backend", "threads", "attention", "tokenizer", "timeout", "
 def write_text(path: Path, text: str) -> None:
     """Write aside, then rename: a reader sees the old file or the new one, never half."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with named(path):
-            aside.write_text(text)
-        os.replace(aside, path)
-    except OSError:  # a full disk keeps no half of it
-        aside.unlink(missing_ok=True)
-        raise
+    with named(path):
+        aside.write_text(text)
+    os.replace(aside, path)
 
 
 def target_words(targets: str | None) -> tuple[str, ...]:
