@@ -23,8 +23,8 @@ from hocket.planning.service.search import (
     deploy,
     forecast_of,
     most_replicas,
-    played,
     search_deployments,
+    simulated_latencies,
     with_copies,
 )
 from hocket.spec.errors import LayoutError, OptionError
@@ -66,7 +66,7 @@ def test_nothing_smaller_would_do(problem: ServiceProblem) -> None:
     (best,) = search_deployments(problem, top=1)
     for one in candidate_replicas(problem):
         for count in range(1, (best.gpus - 1) // one.size + 1):
-            latencies = played(problem, one, count)
+            latencies = simulated_latencies(problem, one, count)
             assert latencies is None or misses(problem, latencies), (one, count)
 
 
@@ -78,7 +78,7 @@ def test_the_steady_state_is_where_traffic_saturates() -> None:
         loaded = SEVENTY.under(dataclasses.replace(service, requests_per_second=share * one.most))
         # Let it through although it is above: as a replica that saturates later.
         generous = dataclasses.replace(one, most=10 * one.most)
-        short, long = (played(loaded, generous, 1, counted=n) for n in (400, 2400))
+        short, long = (simulated_latencies(loaded, generous, 1, counted=n) for n in (400, 2400))
         assert short is not None
         assert long is not None
         grows = long.queue.p90 > 2 * short.queue.p90 + 0.5

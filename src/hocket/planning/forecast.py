@@ -64,7 +64,7 @@ class LayoutForecast:
         exposed: share of the step that is communication that nothing overlaps.
         parts: seconds of the step by what they go to.
         dollars_per_billion_tokens: None where the catalogue has no price.
-        simulated: whether the pipeline was played event by event, not by a closed form.
+        simulated: whether the pipeline was simulated event by event, not by a closed form.
         unsupported: why this hocket cannot run it today; empty if it can.
         context: how keys and values travel over cp: `ring` or `ulysses`; empty without cp.
         tools: where `unsupported` holds something, software that can run it, as `--emit` names it.

@@ -1,6 +1,6 @@
 """The choice among the layouts that a machine can run: the fastest that fits, and those considered.
 
-candidates -> what each can take at the least -> played from the least upwards, as long as a
+candidates -> what each can take at the least -> simulated from the least upwards, as long as a
 layout can still be the fastest; and where none fits, the same again with what saves memory
 """
 
@@ -189,7 +189,7 @@ def evaluate_layouts(
 ) -> list[tuple[Forecast, Timeline]]:
     """Forecasts of layouts, those that fit first, then the fastest first.
 
-    At least `shown` are played (as far as there are so many), and all that could be the fastest.
+    At least `shown` are simulated (as far as there are so many), and all that could be the fastest.
 
     Args:
         otherwise: further ones, considered as well where none of `layouts` fits.

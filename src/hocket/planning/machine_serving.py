@@ -35,7 +35,7 @@ from hocket.spec.units import format_bytes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHARES = (0.1, 0.25, 0.5, 0.7, 0.85, 0.95)
-"""Of the rate at which a replica saturates: the loads that are played."""
+"""Of the rate at which a replica saturates: the loads that are simulated."""
 
 NEEDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Times that rate: the loads for which replicas are counted."""

@@ -349,29 +349,29 @@ class Problem:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
 
         Args:
-            layouts: equal in `played_microbatches` and schedule: one is simulated for all.
+            layouts: equal in `simulated_microbatches` and schedule: one is simulated for all.
             times: their prices.
         """
         first = layouts[0]
         counts = np.array([float(layout.microbatches or 1) for layout in layouts])
         seconds = self.stage_seconds(first, times)
 
-        def played(microbatches: int) -> Floats:
+        def seconds_of(microbatches: int) -> Floats:
             plain = Layout(
                 pp=first.pp, virtual_stages=first.virtual_stages, schedule=first.schedule
             )
             return durations(_schedule(plain, microbatches), seconds)
 
-        short, long = played_microbatches(first, int(counts[0]))
-        before = played(short)
+        short, long = simulated_microbatches(first, int(counts[0]))
+        before = seconds_of(short)
         if long == short:
             return before
-        after = played(long)
+        after = seconds_of(long)
         # Long past its warm-up a schedule repeats itself with every round of microbatches.
         rounds = (counts - long) / (long - short)
         found = after + (after - before) * rounds
         # Where ranks compute unequally long, the slowest one holds up all others in the end, be it
-        # at once or, at the least, when its own work exceeds what was played: between the two.
+        # at once or, at the least, when its own work exceeds what was simulated: between the two.
         busy, around = _slowest(first, seconds)
         least = np.maximum(found, (counts * busy + around).max(axis=0))
         most = np.maximum(found, after + (counts - long) * busy.max(axis=0))
@@ -460,7 +460,7 @@ def check_size(cluster: Cluster) -> None:
         )
 
 
-def played_microbatches(layout: Layout, count: int) -> tuple[int, int]:
+def simulated_microbatches(layout: Layout, count: int) -> tuple[int, int]:
     """Microbatches that `Problem.pipelines` plays of `count`: all of them (twice the same number),
     or two numbers a round apart, from which the rest follows."""
     size, rest = layout.pp, count % layout.pp

@@ -18,7 +18,7 @@ from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
 from hocket.planning.layouts import concatenate, layout_at, runs_here, unmet_pin
 from hocket.planning.pins import Pins, pins_text
-from hocket.planning.problem import CHUNK, Problem, played_microbatches
+from hocket.planning.problem import CHUNK, Problem, simulated_microbatches
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 
@@ -44,7 +44,7 @@ class Scored:
 
     Attributes:
         here: whether the runtime can carry out the layout.
-        seconds: of a step; where `simulated`, with the pipeline played event by event.
+        seconds: of a step; where `simulated`, with the pipeline simulated event by event.
         pipeline: of it, the pipeline.
         times: by closed forms.
         high: bytes at the 95th percentile.
@@ -148,7 +148,7 @@ def estimate_layouts(problem: Problem, layouts: Layouts, *, high: Floats | None 
 
 
 def simulate_all(problem: Problem, scored: Scored, *, most: int = MOST_ACTIONS) -> Scored:
-    """With the pipelines played event by event, in the order of the rows, `most` actions in all."""
+    """With the pipelines simulated, in the order of the rows, `most` actions in all."""
     at = scored.layouts
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     found: dict[int, Layout] = {}
@@ -156,9 +156,9 @@ def simulate_all(problem: Problem, scored: Scored, *, most: int = MOST_ACTIONS) 
         if at.pp[i] > 1:
             layout = layout_at(at, i)
             found[i] = layout
-            played = played_microbatches(layout, int(at.microbatches[i]))
+            counts = simulated_microbatches(layout, int(at.microbatches[i]))
             key = layout.pp, layout.virtual_stages, int(at.schedule[i]), int(at.lighter[i])
-            groups[*key, *played].append(i)
+            groups[*key, *counts].append(i)
     pipeline = scored.pipeline.copy()
     simulated = at.pp == 1  # microbatch after microbatch: nothing to play
     for (pp, virtual, _, _, short, long), rows in groups.items():
@@ -210,11 +210,11 @@ def _best(problem: Problem, scored: Scored, objective: str, simulated: int, extr
         if count:
             first = np.argpartition(values, count - 1)[:count]
             chosen.append(rows[first[np.argsort(values[first], kind="stable")]])
-    played = [
+    parts = [
         simulate_all(problem, scored.take(rows), most=MOST_ACTIONS // len(chosen))
         for rows in chosen
     ]
-    joined = played[0] if len(played) == 1 else _join(*played)
+    joined = parts[0] if len(parts) == 1 else _join(*parts)
     return joined.take(ranked_rows(joined, objective))
 
 

@@ -21,8 +21,8 @@ from hocket.planning.service.search import (
     Pins,
     candidate,
     forecast_of,
-    played,
     search_deployments,
+    simulated_latencies,
     too_slow,
 )
 from hocket.spec.expert_copies import copied_imbalance
@@ -105,7 +105,7 @@ def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     layout = best.layout
     group = problem.grouped(layout.ep, layout.cp, best.redundant_experts)
     one = candidate(group, layout.tp, layout.pp, best.max_num_batched_tokens)
-    latencies = played(problem, one, best.replicas - 1)
+    latencies = simulated_latencies(problem, one, best.replicas - 1)
     if latencies is None:
         return "One replica fewer could not keep up."
     return f"One replica fewer: {' and '.join(misses(problem, latencies)) or 'as good'}."

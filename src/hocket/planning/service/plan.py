@@ -21,8 +21,8 @@ from hocket.planning.service.search import (
     forecast_of,
     least_replicas,
     most_replicas,
-    played,
     search_deployments,
+    simulated_latencies,
     too_slow,
     with_copies,
 )
@@ -249,7 +249,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             f"{most_replicas(problem, one)} of its replicas",
             hint=f"--cluster {problem.gpu.name}",
         )
-    latencies = played(problem, one, replicas)
+    latencies = simulated_latencies(problem, one, replicas)
     found = deployment_forecast(
         problem,
         tp=tp,

@@ -1,7 +1,7 @@
 """The search: fewest GPUs of one kind that meet a service's goals.
 
 every (tp, pp, ep, cp, token budget) that fits -> its rate in a steady state -> least replicas
--> the most promising are played against the traffic, with more replicas until the goals are met
+-> the most promising are simulated against the traffic, with more replicas until the goals are met
 
 In a steady state of b sequences a round of T(b) seconds gives b tokens and reads b x prompt /
 output prompt tokens: b / (output x T(b)) requests a second. T(b) is then about the TPOT.
@@ -41,10 +41,10 @@ MOST_LOADED = 0.95
 """Share of the rate at which a replica saturates that it is loaded with at most."""
 
 MOST_TRIES = 12
-"""Numbers of replicas that are played for one replica's layout."""
+"""Numbers of replicas that are simulated for one replica's layout."""
 
 PROMISING = 10
-"""Replicas' layouts that are played, at least."""
+"""Replicas' layouts that are simulated, at least."""
 
 PAYS = 1.01
 """Requests per second with copies of experts, relative to those without, that they are worth."""
@@ -198,7 +198,7 @@ def most_replicas(problem: ServiceProblem, one: Candidate) -> int:
     return low
 
 
-def played(
+def simulated_latencies(
     problem: ServiceProblem,
     one: Candidate,
     replicas: int,
@@ -314,7 +314,7 @@ def deploy(
 
     def good(count: int) -> bool:
         if count not in known:
-            known[count] = played(problem, one, count, hasty=True)
+            known[count] = simulated_latencies(problem, one, count, hasty=True)
         found = known[count]
         return found is not None and not misses(problem, found)
 
