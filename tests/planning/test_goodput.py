@@ -10,7 +10,7 @@ from hocket.spec.errors import OptionError
 
 
 def simulated(interval, mean, save, restart, segments=40_000, seed=1):
-    """The part of the time that advanced a run, by playing failures one by one."""
+    """The part of the time that advanced a run, by simulating failures one by one."""
     draw = random.Random(seed)
     clock, done = 0.0, 0
     left = draw.expovariate(1 / mean)

@@ -172,7 +172,7 @@ def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(
     found = problem.pipelines([whole], times)[0]
     from hocket.planning import problem as module
 
-    before, module.SHORT = module.SHORT, 1000  # so long that all of it is played
+    before, module.SHORT = module.SHORT, 1000  # so long that all of it is simulated
     try:
         expected = problem.pipelines([whole], times)[0]
     finally:

@@ -62,7 +62,7 @@ def test_what_is_found_meets_the_goals_and_fits(problem: ServiceProblem) -> None
 
 @pytest.mark.parametrize("problem", [SEVENTY, EIGHT], ids=["70b", "8b"])
 def test_nothing_smaller_would_do(problem: ServiceProblem) -> None:
-    """Every replica, played with as many as fit in fewer GPUs than the answer, misses a goal."""
+    """Every replica, simulated with as many as fit in fewer GPUs than the answer, misses a goal."""
     (best,) = search_deployments(problem, top=1)
     for one in candidate_replicas(problem):
         for count in range(1, (best.gpus - 1) // one.size + 1):

@@ -1,4 +1,4 @@
-"""The NCCL player against cases worked by hand."""
+"""NCCL simulated, against cases worked by hand."""
 
 from __future__ import annotations
 

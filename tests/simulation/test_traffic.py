@@ -1,4 +1,4 @@
-"""Traffic: what one replica's requests meet with, against rounds played one by one and by hand."""
+"""Traffic: what one replica's requests meet with, against rounds simulated singly and by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def play(rounds: RoundTable, arrivals: list[float], **asked: Any) -> Latencies:
 def one_by_one(
     rounds: RoundTable, arrivals: list[float], *, prompt: int, output: int, slots: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """First and last token of each request, every round played: the definition."""
+    """First and last token of each request, every round simulated: the definition."""
     left = [prompt] * len(arrivals)
     given = [0] * len(arrivals)
     first, done = np.full(len(arrivals), np.nan), np.full(len(arrivals), np.nan)

@@ -66,7 +66,7 @@ def layouts(
                 "losses": [here["losses"], one["losses"], exact["losses"]],
                 "rounded": here["rounded"],
                 "counted": here["counted"],
-                # A forecast plays every rank's step: one process does it, of the cases that differ.
+                # A forecast simulates every rank: one process does it, of cases that differ.
                 "predicted": forecast_memory(spec, schedule)[0].to_json()
                 if context.rank == 0 and grad_dtype == "bf16"
                 else None,

@@ -39,7 +39,7 @@ class ServerRecord:
     Attributes:
         path: of its folder. spec: what was asked for; None where run.json is gone.
         forecast: None where nothing was predicted. measured: what it did.
-        loads, needs: from the steps that were measured, played; empty where too few were.
+        loads, needs: simulated from the steps that were measured; empty where too few were.
         timeline: of a window of steps, where one was recorded.
         notes: sentences about what is missing or could not be read.
     """

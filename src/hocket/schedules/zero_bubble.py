@@ -7,7 +7,7 @@ Backward is halved: the stage before waits for the gradient of the input (I), no
 weights' (W). The bubble of 1F1B, (p - 1)(F + I + W), becomes (p - 1)(F + I - W), and no rank
 holds more activations than 1F1B's first one.
 
-Made by playing it: at each tick a rank does the first of F, I, W that it may.
+Made by simulating it: at each tick a rank does the first of F, I, W that it may.
 """
 
 from __future__ import annotations

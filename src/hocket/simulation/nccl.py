@@ -1,4 +1,4 @@
-"""The NCCL player: do the operations that the ranks of a job enqueue complete?
+"""NCCL simulated: do the operations that the ranks of a job enqueue complete?
 
 A CUDA rank does not wait while it enqueues. What it enqueues is one list, whatever the other ranks
 do, so whether a job completes follows from the lists of all ranks, without a device:
@@ -21,7 +21,7 @@ torch decides the queue of a send or a receive (`ProcessGroupNCCL::pointToPoint`
 
 An operation is enqueued behind the waits of the compute stream before it, because torch makes
 NCCL's stream wait for the current stream. A job that issues operations from other streams can
-complete although this player says that it does not, never the reverse.
+complete although this simulation says that it does not, never the reverse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processors: ranks that share a machine's cores, and what they wait for, played event by event.
+"""Processors: ranks that share a machine's cores, and what they wait for, simulated event by event.
 
 A rank is a line of steps, done one after the other:
 

@@ -1,4 +1,4 @@
-"""A whole training step of every rank of a machine, played: Schedule x StepPrices to Timeline.
+"""A whole training step of every rank of a machine, simulated: Schedule x StepPrices to Timeline.
 
     batch | F and B of the schedule, sums over tp inside, messages between | gradients over dp |
     ties | loss | norm, clip | optimizer | next step
@@ -49,7 +49,7 @@ from hocket.spec.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlayedStep:
-    """What a played step came to.
+    """What a simulated step came to.
 
     Attributes:
         timeline: of one step that all ranks begin together, as a recorded step does.

@@ -1,4 +1,4 @@
-"""Traffic: requests x prices to latency, by playing one replica's continuous batching.
+"""Traffic: requests x prices to latency, by simulating one replica's continuous batching.
 
 A server works in rounds. In a round every sequence that decodes gets one token, and what is left
 of the token budget goes to prompts, first come first served (chunked prefill: Agrawal et al. 2024,
