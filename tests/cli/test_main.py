@@ -204,6 +204,7 @@ _DRY = [
 ]
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -67,7 +67,7 @@ def test_what_is_offloaded_is_computed_the_same(ranks: RankPool) -> None:
         assert found[3]["bytes"]["optimizer"] == found[1]["bytes"]["optimizer"]
 
 
-def test_a_tied_weight_is_forereported_once(ranks: RankPool) -> None:
+def test_a_tied_weight_is_predicted_once(ranks: RankPool) -> None:
     for (found,) in ranks.run(
         "tests.training.recompute_cases:modes", 2,
         config=LLAMA | {"tie_word_embeddings": True, "vocab_size": 4096}, layout="dp2:zero=2",

@@ -186,6 +186,7 @@ TEMPLATE = (
 
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("warm_workers")
 def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
     assert found["duration"]["seconds"] == pytest.approx(100 * found["duration"]["step_seconds"])
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_dry_run_is_of_the_model_that_the_data_make(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def text(tmp_path: Path) -> str:
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(200)
-def test_a_run_is_forereported_whatever_its_layout(
+def test_a_run_is_predicted_whatever_its_layout(
     tmp_path: Path, text: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(
@@ -146,7 +146,7 @@ def test_a_run_is_forereported_whatever_its_layout(
         ("tiny-qwen3", "dp2:zero=3,microbatches=4"),
     ],
 )
-def test_memory_is_forereported_under_zero(
+def test_memory_is_predicted_under_zero(
     tmp_path: Path, text: str, cluster: str, model: str, layout: str
 ) -> None:
     """Within 5% of what each rank counts, where the logits are the most that a step holds."""
@@ -199,7 +199,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dp2.pp2:zero=3,microbatches=2",
     ],
 )
-def test_adapters_are_forereported_under_every_stage_of_zero(
+def test_adapters_are_predicted_under_every_stage_of_zero(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str
 ) -> None:
     code = main(
@@ -227,7 +227,7 @@ def test_adapters_are_forereported_under_every_stage_of_zero(
 @pytest.mark.parametrize(
     ("adapters", "layout"), part(list(itertools.product((True, False), SPLIT_LAYOUTS)), 2)
 )
-def test_memory_is_forereported_over_tensor_ranks(
+def test_memory_is_predicted_over_tensor_ranks(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, adapters: bool
 ) -> None:
     """Within 5%: key/value heads are saved as they are, the loss takes its tokens in as many rows
@@ -255,7 +255,7 @@ def test_memory_is_forereported_over_tensor_ranks(
 @pytest.mark.parametrize(
     ("targets", "layout"), part(list(itertools.product(TARGETS, TENSOR_LAYOUTS)), 3)
 )
-def test_messages_of_adapters_are_forereported_to_the_byte(
+def test_messages_of_adapters_are_predicted_to_the_byte(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, targets: str
 ) -> None:
     """No gradient goes back through what lies before the first adapter, and inputs of what is
@@ -297,7 +297,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("model", "layout"), part(list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS)), 3)
 )
-def test_messages_are_forereported_where_no_product_ends_a_layer(
+def test_messages_are_predicted_where_no_product_ends_a_layer(
     tmp_path: Path, text: str, cluster: str, ended: dict[str, str], model: str, layout: str
 ) -> None:
     """A layer that is run again sums its last product again too, if something that follows it

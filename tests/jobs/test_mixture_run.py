@@ -62,6 +62,7 @@ def test_it_is_the_same_run_on_other_data_ranks(tmp_path: Path) -> None:
         train_model(request(again))
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_dry_run_shows_what_is_drawn(tmp_path: Path) -> None:
     asked = request(values(tmp_path, "run", "dp2"))
     found = dry_run(asked, JobRecorder())

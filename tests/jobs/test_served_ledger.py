@@ -46,7 +46,7 @@ def test_a_servers_folder_becomes_a_line(tmp_path: Path, file: Path) -> None:
     assert added.error("cache_tokens") == 0
 
 
-def test_what_was_not_forereported_or_not_measured_stays_open(tmp_path: Path) -> None:
+def test_what_was_not_predicted_or_not_measured_stays_open(tmp_path: Path) -> None:
     alone = ledger.append(folder(tmp_path / "a", forecast=None))
     assert alone is not None
     assert alone.predicted is None

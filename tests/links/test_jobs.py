@@ -105,7 +105,7 @@ def test_another_order_trains_saves_and_resumes_identically(folder: Path, ranks:
 
 
 @pytest.mark.parametrize("layout", ["pp2:microbatches=4", "tp2"])
-def test_what_is_forereported_is_what_is_counted(folder: Path, layout: str) -> None:
+def test_what_is_predicted_is_what_is_counted(folder: Path, layout: str) -> None:
     summary, notes = train(
         folder, f"memory-{layout[:3]}", layout=layout, memory_per_rank="1GB", steps=1, seq_len=128
     )

@@ -329,6 +329,7 @@ def test_devices_that_multiply_in_8_bits(asked: dict[str, Any], match: str | Non
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_rehearsed_replica_streams_half_the_bytes(layout: str, tmp_path: Path) -> None:
     """No host read, graphs captured, one launch more a matmul, bytes as predicted."""

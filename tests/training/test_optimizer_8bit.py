@@ -208,6 +208,7 @@ def test_a_run_holds_less_as_predicted_and_resumes_on_its_layout_and_another(
     assert rows_of[0]["optimizer"] == pytest.approx(optimizer("whole"), rel=0.02)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_rehearsal_counts_its_bytes_and_its_wait() -> None:
     from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
 
