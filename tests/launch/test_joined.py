@@ -246,7 +246,7 @@ def test_a_rank_that_loses_a_killed_one_names_it() -> None:
 WAITS = """
 import os, signal, sys, time
 import hocket.launch.joined as joined
-joined.SILENT, joined.PREPARING, joined.JOINING, joined._POLL = 1.5, 6.0, 6.0, 0.1
+joined.SILENT, joined.PREPARING, joined.JOINING, joined._POLL = 3.0, 6.0, 6.0, 0.1
 context = joined.joined_context()
 if sys.argv[1] == "before" and context.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -257,7 +257,7 @@ if sys.argv[1] == "early" and context.rank == 1:
 if context.rank == 0 and sys.argv[1] == "early":
     store.get("stopped")
 elif context.rank == 0 and sys.argv[1] in ("never", "unused"):
-    time.sleep(3)  # rank 1 waits in its entry for longer than for a silent rank
+    time.sleep(4.5)  # rank 1 waits in its entry for longer than for a silent rank
 if sys.argv[1] != "unused":
     joined.run_joined("tests.launch.cases:exchange", {"start": 5}, device="cpu")
 elif context.rank == 0:
@@ -269,7 +269,7 @@ else:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("when", "seconds"), [("before", 6), ("early", 1.5), ("never", 0), ("unused", 0)]
+    ("when", "seconds"), [("before", 6), ("early", 3), ("never", 0), ("unused", 0)]
 )
 def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: float) -> None:
     """As a frozen host, while rank 0 prepares; one that waits in the store is not silent."""
