@@ -299,6 +299,21 @@ def test_a_recurrence_by_position_has_the_figures_of_its_tokens(monkeypatch):
     assert rows[1].backward / rows[0].backward == pytest.approx(4, rel=0.1)
 
 
+def test_a_recurrence_by_position_has_the_figures_of_few_tokens_too(monkeypatch):
+    """Fewer than were traced, and no prime number of them: of one polynomial with longer ones."""
+    monkeypatch.setattr(record, "MOST_OPERATIONS", 400)
+    monkeypatch.setattr(positions, "SHORT", (13, 17, 37))
+    config = tiny_config("mamba")
+
+    def moved(tokens):
+        return trace(config, size=(1, tokens)).blocks["block"].unfused[-1].backward * tokens
+
+    few, more, most, longer = (moved(tokens) for tokens in (8, 16, 32, 64))
+    assert 0 < few < more < most
+    # Of second degree through the first three, at twice the third.
+    assert longer == pytest.approx(7 * most - 14 * more + 8 * few, rel=1e-9)
+
+
 LARGE = {
     "deepseek_v3": {},  # latent attention, dense then expert blocks
     "gemma3n_text": {},  # key/value heads shared between layers

@@ -23,8 +23,6 @@ SHORT = tuple(sorted(SHORTER)[:3])
 
 def lengthened(shape_of: Callable[[int], ModelShape], sequence: int) -> ModelShape:
     """The shape at so many tokens of a sequence, of those at the short ones. Raises ModelError."""
-    if sequence <= SHORT[-1]:
-        return shape_of(sequence)
     found = [shape_of(short) for short in SHORT]
     blocks = {
         kind: _block([one.blocks[kind] for one in found], sequence) for kind in found[0].blocks
