@@ -26,6 +26,7 @@ from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.measured import MachineMeasurements
 from hocket.spec.run import write_text
+from hocket.spec.user_cache import cache_folder
 
 AUTO = "auto"
 PATIENCE = 120.0
@@ -170,8 +171,7 @@ def _count(number: int, name: str) -> str:
 
 def machine_folder() -> Path:
     """Where measurements of this user are kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "probes"
+    return cache_folder("probes")
 
 
 def kept_file(here: ProbeTarget) -> Path:

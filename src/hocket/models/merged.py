@@ -30,6 +30,7 @@ from hocket.spec import downloads
 from hocket.spec.errors import CheckpointError, ModelError
 from hocket.spec.files import MALFORMED, parse_json, read_text
 from hocket.spec.tensor_file import TensorFile
+from hocket.spec.user_cache import cache_folder
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _PLAIN = (
@@ -133,8 +134,7 @@ def merged_directory(name: str, found: Adapter, base: Path) -> Path:
     files = [file, *sorted(path for path in base.iterdir() if path.is_file())]
     stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     key = hashlib.sha256(repr([stamps, found.scale, found.transposed]).encode()).hexdigest()[:24]
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    to = Path(home).expanduser() / "hocket" / "merged" / key
+    to = cache_folder("merged") / key
     if (to / "config.json").exists():
         return to
     aside = to.with_name(f".{key}.{os.getpid()}")

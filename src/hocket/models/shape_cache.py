@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 
-import hocket
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunSpec, write_text
-
-FORMAT = 14
-"""Of the shapes that are cached: one more whenever a trace finds something else."""
+from hocket.spec.user_cache import computed_file
 
 
 def traced_size(spec: RunSpec) -> tuple[int, int]:
@@ -28,18 +23,9 @@ def traced_size(spec: RunSpec) -> tuple[int, int]:
 def shape_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:
     """Where the shape of a run's model is kept, by its configuration and what traces it; with
     `size`, where that is kept of a model whose shape depends on it."""
-    from importlib.metadata import version
-
-    versions = [hocket.__version__, *(version(name) for name in ("transformers", "torch"))]
     frozen = spec.options.lora_rank is not None
-    key = json.dumps(
-        [FORMAT, spec.config, spec.workload.dtype, spec.options.dropout, frozen, versions, size],
-        sort_keys=True,
-        default=str,
-    )
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "shapes" / name
+    inputs = [spec.config, spec.workload.dtype, spec.options.dropout, frozen, size]
+    return computed_file("shapes", inputs, "models")
 
 
 def read_shape(file: Path) -> ModelShape | None:

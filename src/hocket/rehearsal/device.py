@@ -29,6 +29,7 @@ from typing import Any
 from hocket.spec.attention_kernel import shared_memory_limit
 from hocket.spec.errors import OptionError
 from hocket.spec.rehearsal import RehearsedDevice
+from hocket.spec.user_cache import cache_folder
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 NUM_DEVICES = 8
@@ -84,8 +85,7 @@ def compiled_device(torch_folder: Path) -> Path:
     key = hashlib.sha256(
         b"\0".join([SOURCE.read_bytes(), version, str(torch_folder).encode()])
     ).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser() / "hocket" / "rehearsal"
+    folder = cache_folder("rehearsal")
     path = folder / f"{key[:24]}.so"
     if path.exists():
         return path

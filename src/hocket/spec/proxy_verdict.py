@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import hocket
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
 from hocket.spec.run import write_text
+from hocket.spec.user_cache import computed_file
 
-RULES = 12
-"""Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
+_JUDGES = "models", "ranks", "runtime", "serving", "training"
+"""Packages whose code decides whether a model can be cut, split, packed and served."""
 
 _IRRELEVANT = (
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -131,18 +128,7 @@ def reject(
 def verdict_file(config: Mapping[str, Any], attention: str) -> Path:
     """Where the verdict on a configuration is kept."""
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
-    versions = [hocket.__version__, *(_version(name) for name in ("transformers", "torch"))]
-    key = json.dumps([relevant, attention, versions, RULES], sort_keys=True, default=str)
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "proxy-checks" / name
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return computed_file("proxy-checks", [relevant, attention], *_JUDGES)
 
 
 def read_verdict(file: Path | None) -> ProxyVerdict:

@@ -24,6 +24,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from hocket.spec.user_cache import cache_folder
+
 VARIABLE = "HOCKET_KERNELS"
 """0: compile and use no kernels. A name of `FORMS`: those of a lesser processor."""
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "half.c", "layer.c"))
@@ -115,8 +117,7 @@ def library_remark() -> str | None:
 
 def library_folder() -> Path:
     """Where compiled kernels of this user are kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "kernels"
+    return cache_folder("kernels")
 
 
 def _compiler() -> list[str] | None:
