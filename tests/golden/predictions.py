@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.catalogue import hardware, shapes
-from hocket.planning import machine_choice, machine_forecast, machine_serving
+from hocket.planning import enumeration, machine_choice, machine_forecast, machine_serving
 from hocket.planning.links import axis_links
 from hocket.planning.measured_servers import MeasuredServers
 from hocket.planning.plan import best_layouts, plan_one
@@ -204,11 +204,15 @@ def _chosen_here() -> dict[str, Any]:
     for model, capacity in itertools.product(("tiny-llama", "tiny-mixtral"), (0, 31_000_000)):
         shape = shapes.shape(model)
         small = dataclasses.replace(machine, capacity=capacity)
-        layouts = machine_choice.candidate_layouts(shape, work, 4)
+        layouts = enumeration.candidate_layouts(shape, work, 4)
 
         def ranked(shape: Any = shape, small: Any = small, layouts: Any = layouts) -> Any:
             every = machine_choice.evaluate_layouts(
-                shape, work, small, layouts, otherwise=lambda: machine_choice.leaner(layouts)
+                shape,
+                work,
+                small,
+                layouts,
+                otherwise=lambda: enumeration.candidate_layouts(shape, work, 4, saving=True),
             )
             best, _ = machine_choice.best_of(every, shape, work)
             return {
@@ -222,7 +226,7 @@ def _chosen_here() -> dict[str, Any]:
                 f"{place} {one.layout}": [one.tokens_per_second, one.ttft, one.tpot]
                 for place, one in enumerate(
                     machine_serving.choose_server(
-                        MeasuredServers(shape, small), sizes, machine_choice.meshes(shape, 4)
+                        MeasuredServers(shape, small), sizes, enumeration.meshes(shape, 4)
                     ).alternatives
                 )
             }

@@ -35,8 +35,9 @@ ONE_DEFINITION = {
     "memory_rows": "cost.measured_memory",
     "communication": "cost.communication",
     "peak_memory": "cost.memory",
+    "legal_parts": "planning.enumeration",
 }
-"""Functions that decide groups, memory and steps, each with the one module that defines it."""
+"""Functions that decide layouts, groups, memory and steps, each with its one module."""
 
 
 def test_public_class_names_are_not_shared() -> None:

@@ -11,6 +11,7 @@ from hocket.catalogue import shapes
 from hocket.cost.layout_batch import NAMES, SCHEDULES
 from hocket.jobs.validate import resolved_microbatches
 from hocket.planning.decoder import decoder
+from hocket.planning.enumeration import SearchSpace
 from hocket.planning.layouts import Layouts, layout_at, row, runs_here, tensor_degrees, unmet_pin
 from hocket.planning.pins import layout_pins
 from hocket.schedules.registry import build_schedule
@@ -105,7 +106,11 @@ def test_a_pin_said_twice() -> None:
 
 
 def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
-    found = layouts(legal_layouts(SMALL, 8, 64, 16, pins={"zero": 3, "pp": 1, "cp": 1}, domain=4))
+    found = layouts(
+        legal_layouts(
+            SMALL, 8, 64, 16, pins={"zero": 3, "pp": 1, "cp": 1}, space=SearchSpace(domain=4)
+        )
+    )
     shards = {(one.dp, one.tp, one.shard) for one in found}
     assert shards == {(8, 1, None), (8, 1, 4), (4, 2, None), (4, 2, 2), (2, 4, None), (1, 8, None)}
     pinned = layouts(legal_layouts(SMALL, 8, 64, 16, pins=layout_pins(["shard=2", "zero=1"])))
@@ -113,7 +118,7 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
     assert all(one.shard == 2 or one.dp == 2 for one in pinned)
     free = layouts(legal_layouts(SMALL, 8, 64, 16, pins=layout_pins(["shard=2"])))
     assert {one.zero for one in free} == {1, 2, 3}
-    here = layouts(legal_layouts(SMALL, 8, 64, 16, here=True, domain=4))
+    here = layouts(legal_layouts(SMALL, 8, 64, 16, here=True, space=SearchSpace(domain=4)))
     assert {one.zero for one in here if one.shard} == {1, 2, 3}
 
 
@@ -142,9 +147,9 @@ def test_ep_may_be_pinned_by_itself() -> None:
 
 @pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])
 def test_what_runs_here_is_what_the_table_of_capabilities_says(model: ModelShape) -> None:
-    found = legal_layouts(model, 8, 64, 12, domain=2)
+    found = legal_layouts(model, 8, 64, 12, space=SearchSpace(domain=2))
     assert runs_here(found).tolist() == [runs(one) for one in layouts(found)]
-    here = legal_layouts(model, 8, 64, 12, here=True, domain=2)
+    here = legal_layouts(model, 8, 64, 12, here=True, space=SearchSpace(domain=2))
     assert sorted(map(str, layouts(here))) == sorted(
         str(one) for one in layouts(found) if runs(one)
     )
@@ -261,5 +266,7 @@ def test_more_stages_of_a_rank_only_where_they_are_shorter() -> None:
 def test_recompute_under_deferred_weight_gradients_is_of_hocket_alone() -> None:
     pins = {"pp": 2, "schedule": "zero-bubble", "zero": 0}
     for deferred, more in ((True, {"full", "norm+activation"}), (False, set())):
-        found = layouts(legal_layouts(LONG, 4, 64, 16, pins=pins, deferred=deferred))
+        found = layouts(
+            legal_layouts(LONG, 4, 64, 16, pins=pins, space=SearchSpace(deferred=deferred))
+        )
         assert {one.recompute for one in found} == {"none", "selective", *more}

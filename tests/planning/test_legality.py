@@ -12,8 +12,9 @@ from hocket.jobs import validate as validation
 from hocket.jobs.validate import validate_layout
 from hocket.models.dimensions import Dimensions
 from hocket.models.dimensions import dimensions as of_config
-from hocket.planning import machine_choice
+from hocket.planning import enumeration
 from hocket.planning.decoder import decoder
+from hocket.planning.enumeration import SearchSpace
 from hocket.planning.layouts import layout_at, row, tensor_degrees
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import LayoutError, ScheduleError
@@ -124,7 +125,9 @@ def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 6, 12])
 def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
-    found = legal_layouts(shape(sizes), num_gpus, SEQ_LEN, BATCH, here=True, domain=4)
+    found = legal_layouts(
+        shape(sizes), num_gpus, SEQ_LEN, BATCH, here=True, space=SearchSpace(domain=4)
+    )
     proposed = {layout_at(found, index) for index in range(len(found))}
     for one in proposed:
         assert runs(one)
@@ -144,7 +147,9 @@ def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
 def test_no_proposal_of_experts_is_refused() -> None:
     """With hybrid sharding among them, which the state of experts over ranks does not have."""
     name = "tiny-mixtral"
-    found = legal_layouts(shapes.shape(name), 8, SEQ_LEN, BATCH, here=True, domain=2)
+    found = legal_layouts(
+        shapes.shape(name), 8, SEQ_LEN, BATCH, here=True, space=SearchSpace(domain=2)
+    )
     proposed = [layout_at(found, index) for index in range(len(found))]
     assert any(one.shard and not one.splits_experts for one in proposed)
     assert {one.ep for one in proposed} > {1, 2}
@@ -156,7 +161,7 @@ def test_no_proposal_of_experts_is_refused() -> None:
 def test_the_machines_candidates_are_among_what_is_allowed(sizes: tuple[int, ...]) -> None:
     """Its candidates know heads, layers and batch alone; what is left is asked of the validator."""
     degrees = tensor_degrees(shape(sizes))
-    for one in machine_choice.candidate_layouts(shape(sizes), WORKLOAD, 8):
+    for one in enumeration.candidate_layouts(shape(sizes), WORKLOAD, 8):
         assert allowed(sizes, one) == (one.tp in degrees), one
 
 
@@ -181,6 +186,6 @@ def test_microbatches_left_open_are_resolved_identically(text: str) -> None:
     ],
 )
 def test_fewer_ranks_hold_experts_and_shards_of_state(own: str, ranks: int, first: str) -> None:
-    found = list(machine_choice.resized(Layout.parse(own), ranks, 60))
+    found = list(enumeration.resized(Layout.parse(own), ranks, 60))
     assert str(found[0]) == first
     assert all(one.world_size <= ranks for one in found)

@@ -12,11 +12,10 @@ from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_prices import step_prices
 from hocket.cost.measured_rates import Rates, interpolated_seconds
 from hocket.cost.measured_stage import Microbatch, stage_seconds
+from hocket.planning.enumeration import candidate_layouts
 from hocket.planning.machine_choice import (
     best_of,
-    candidate_layouts,
     evaluate_layouts,
-    leaner,
 )
 from hocket.planning.machine_forecast import (
     MeasuredMachine,
@@ -338,7 +337,9 @@ def test_where_no_plain_layout_fits_memory_is_saved() -> None:
         key=lambda pair: max(pair[0].peak_bytes),
     )
     tight = dataclasses.replace(MACHINE, capacity=round(0.98 * max(least.peak_bytes)))
-    best, _ = chosen(tight, layouts, otherwise=lambda: leaner(layouts))
+    best, _ = chosen(
+        tight, layouts, otherwise=lambda: candidate_layouts(SHAPE, WORK, 4, saving=True)
+    )
     saving = Layout.parse(best.layout)
     assert saving.zero or saving.sequence_parallel or saving.recompute == "full"
     assert max(best.peak_bytes) <= tight.capacity

@@ -11,7 +11,7 @@ from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
 from hocket.cost.measured_serving import ROW_CALLS, STEP_CALLS, MeasuredServing
 from hocket.cost.serving_replica import ServingReplica
-from hocket.planning import machine_choice
+from hocket.planning import enumeration
 from hocket.planning import machine_serving as planning
 from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.planning.machine_serving import EngineSizes, MeasuredSteps
@@ -475,7 +475,7 @@ def test_goals_need_more_replicas() -> None:
 
 
 def test_the_choice_is_the_best_that_fits() -> None:
-    layouts = machine_choice.meshes(shape(), 2)
+    layouts = enumeration.meshes(shape(), 2)
     assert {one.axes_text() for one in layouts} == {"dp1", "dp2", "tp2", "pp2"}
     found = planning.choose_server(MeasuredServers(shape(), machine()), SIZES, layouts)
     assert found.layout == "dp2", "replicas say nothing to each other"

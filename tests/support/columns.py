@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hocket.cost.layout_batch import Layouts, schedule_number
-from hocket.planning.layouts import concatenate, legal_parts
+from hocket.planning.enumeration import legal_parts
+from hocket.planning.layouts import concatenate
 from hocket.spec import recompute
 from hocket.spec.layout import OFFLOAD, Layout
 
@@ -49,5 +50,5 @@ def layout_columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
 
 
 def legal_layouts(*job: Any, **limits: Any) -> Layouts:
-    """All of `planning.layouts.legal_parts`; empty if there is none."""
+    """All of `planning.enumeration.legal_parts`; empty if there is none."""
     return concatenate(list(legal_parts(*job, **limits)))

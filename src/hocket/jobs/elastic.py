@@ -78,7 +78,7 @@ def chosen_for(request: JobRequest, count: int) -> JobRequest:
 def unmeasured_layout(job: PreparedJob, count: int) -> Layout:
     """The first legal one of `resized`, for a machine without a probe. Raises HocketError."""
     from hocket.jobs.validate import validate_layout
-    from hocket.planning.machine_choice import resized
+    from hocket.planning.enumeration import resized
 
     workload = job.request.workload
     why: HocketError | None = None

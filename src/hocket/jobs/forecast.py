@@ -109,11 +109,8 @@ def _on_cores(
     schedule: Schedule | None,
     considered: int,
 ) -> StepForecast:
-    from hocket.planning.machine_choice import (
-        candidate_layouts,
-        evaluate_layouts,
-        with_considered_layouts,
-    )
+    from hocket.planning.enumeration import candidate_layouts
+    from hocket.planning.machine_choice import evaluate_layouts, with_considered_layouts
     from hocket.planning.machine_forecast import machine_forecast, step_problem
 
     missing = unmeasured(spec, spec.layout)
@@ -310,20 +307,22 @@ def considered_layouts(
         shown: how many are forecast at least.
         given: names of the fields that a layout must keep.
     """
-    from hocket.planning.machine_choice import candidate_layouts, evaluate_layouts, leaner
+    from hocket.planning.enumeration import candidate_layouts
+    from hocket.planning.machine_choice import evaluate_layouts
 
     measured = machine.measured
     most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
-    among = candidate_layouts(shape, spec.workload, most, exchanging_axes(spec, given))
+    axes = exchanging_axes(spec, given)
 
-    def allowed(layouts: list[Layout]) -> list[Layout]:
-        return legal([one for one in layouts if not unmeasured(spec, one)])
+    def allowed(*, saving: bool = False) -> list[Layout]:
+        among = candidate_layouts(shape, spec.workload, most, axes, saving=saving)
+        return legal([one for one in among if not unmeasured(spec, one)])
 
-    layouts = allowed(among)
+    layouts = allowed()
     bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
     rows = evaluate_layouts(
         shape, spec.workload, machine, layouts,
-        otherwise=lambda: allowed(leaner(among)), bucket_mb=bucket_mb, shown=shown,
+        otherwise=lambda: allowed(saving=True), bucket_mb=bucket_mb, shown=shown,
     )  # fmt: skip
     return layouts, rows
 

@@ -6,10 +6,8 @@ layout can still be the fastest; and where none fits, the same again with what s
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import step_prices
@@ -20,10 +18,9 @@ from hocket.planning.machine_forecast import (
     rates_of,
     step_problem,
 )
-from hocket.spec import legality
 from hocket.spec.errors import LayoutError, OptionError, ScheduleError
 from hocket.spec.forecast import Alternative, Forecast
-from hocket.spec.layout import Layout, divisors
+from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
@@ -31,100 +28,8 @@ from hocket.spec.step_prices import StepPrices
 from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes
 
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-"""Those that are considered for a pipeline."""
-
-MOST_MICROBATCHES = 8
-"""Times pp: beyond that a bubble is small and every microbatch only costs its overhead."""
-
 MARGIN = 1.05
 """What a chosen layout must leave free: peaks were predicted within 5%."""
-
-
-def meshes(shape: ModelShape, most_ranks: int) -> list[Layout]:
-    """Every dp x pp x tp of up to `most_ranks` ranks that a model allows, simplest first."""
-    return [
-        Layout(dp=world // tp // pp, tp=tp, pp=pp)
-        for world in range(1, most_ranks + 1)
-        for tp in divisors(world)
-        if legality.attention(shape.heads, shape.kv_heads, tp)
-        for pp in divisors(world // tp)
-        if legality.stages(len(shape.layers), pp)
-    ]
-
-
-def candidate_layouts(
-    shape: ModelShape, workload: Workload, most_ranks: int, axes: Collection[str] = ()
-) -> list[Layout]:
-    """`meshes` that a batch allows, with each number of microbatches and schedule.
-
-    Args:
-        axes: of `cp` and `ep` those that the model is split over as well.
-    """
-    found = []
-    dense = meshes(shape, most_ranks)
-    for mesh in itertools.chain(*(_exchanging(one, shape, workload, axes) for one in dense)):
-        if not legality.batch(workload.global_batch, mesh.dp):
-            continue
-        for count in divisors(workload.global_batch // mesh.dp):
-            if mesh.pp <= count <= MOST_MICROBATCHES * mesh.pp:
-                found += [
-                    dataclasses.replace(mesh, microbatches=count, schedule=name)
-                    for name in (SCHEDULES if mesh.pp > 1 else SCHEDULES[:1])
-                ]
-    return found
-
-
-def resized(own: Layout, count: int, batch: int) -> Iterator[Layout]:
-    """Layouts of at most `count` ranks, nearest first: `own` with other data parallelism and
-    microbatches of at most as many sequences, then the most ranks with the least tensor and
-    pipeline parallelism. The model is not asked; `batch` is the global one."""
-    for dp in range(count * own.dp // own.world_size, 0, -1):
-        least = own.microbatches and -(-own.microbatches * own.dp // dp)
-        counts = [n for n in divisors(batch // dp or 1) if n >= least] if least else []
-        for count_of in (*counts,) or (least,):
-            yield legality.narrowed(dataclasses.replace(own, microbatches=count_of), dp=dp)
-    for world in range(count, 0, -1):
-        for split in divisors(world):
-            for tp in divisors(split):
-                yield Layout(dp=world // split, pp=split // tp, tp=tp)
-
-
-def _exchanging(
-    mesh: Layout, shape: ModelShape, workload: Workload, axes: Collection[str]
-) -> Iterator[Layout]:
-    """A mesh, and those in which some of its data ranks are context ranks, experts lie over ranks,
-    or both; each expert sliced over tp, or whole (etp1)."""
-    for cp in divisors(mesh.dp) if "cp" in axes else [1]:
-        if cp > 1 and not legality.context(workload.seq_len, cp, shape.handed_width):
-            continue
-        dp = mesh.dp // cp
-        yield dataclasses.replace(mesh, dp=dp, cp=cp)
-        if "ep" not in axes or not shape.experts:
-            continue
-        for etp in (None, 1) if mesh.tp > 1 else (None,):
-            sliced = etp or mesh.tp
-            yield from (
-                dataclasses.replace(mesh, dp=dp, cp=cp, ep=ep, etp=etp)
-                for ep in divisors(shape.experts)
-                if (ep > 1 or etp) and legality.expert_ranks(dp, cp, ep, mesh.tp, sliced)
-            )
-
-
-def leaner(layouts: Iterable[Layout]) -> list[Layout]:
-    """The same layouts with what holds less and takes longer: the state in shares (ZeRO), slices of
-    the sequence, layers that are run again in backward."""
-    found = []
-    for layout in layouts:
-        for recompute in ("none", "full"):
-            for zero in (0, 1, 2, 3) if layout.data_degree > 1 else (0,):
-                for slices in (False, True) if layout.tp > 1 else (False,):
-                    if recompute != "none" or zero or slices:
-                        one = dataclasses.replace(
-                            layout, recompute=recompute, zero=zero, sequence_parallel=slices
-                        )
-                        found.append(one)
-    return found
 
 
 def best_of(

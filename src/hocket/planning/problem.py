@@ -29,13 +29,15 @@ from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts, RankLayers, bent
 from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
-from hocket.cost.terms import Floats, Terms, terms
+from hocket.cost.terms import Floats, Terms, has_latent, terms
+from hocket.planning.enumeration import SearchSpace, legal_parts
 from hocket.planning.fit import fits_host, proposable
-from hocket.planning.layouts import LATE, concatenate, legal_parts
+from hocket.planning.layouts import LATE, concatenate
 from hocket.planning.pins import Pins
 from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build_schedule, stage_ranks
 from hocket.simulation import durations, simulate
+from hocket.spec import recompute
 from hocket.spec.capabilities import TRAINED, refused_precision
 from hocket.spec.cluster import PRECISIONS, Cluster
 from hocket.spec.cut import Cut
@@ -206,11 +208,9 @@ class Problem:
     def legal_parts(
         self, num_gpus: int, *, pins: Pins | None = None, here: bool = False
     ) -> Iterator[Layouts]:
-        """The same, as `layouts.legal_parts`."""
-        for found in legal_parts(
-            self.shape, num_gpus, self.seq_len, self.global_batch, pins=pins, here=here,
-            domain=min(self.cluster.domain, num_gpus), **self._recompute,
-        ):  # fmt: skip
+        """The same, as `enumeration.legal_parts`."""
+        asked = self.shape, num_gpus, self.seq_len, self.global_batch
+        for found in legal_parts(*asked, pins=pins, here=here, space=self.space):
             for limit in self.limits:
                 found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
             yield found
@@ -244,12 +244,17 @@ class Problem:
         return found
 
     @functools.cached_property
-    def _recompute(self) -> dict[str, bool]:
-        """Where recompute frees anything: `selective` not of fused attention's inputs, output."""
+    def space(self) -> SearchSpace:
+        """What a search considers. Selective recompute where it frees anything: of fused attention,
+        which saves no more than its inputs and output, it does not."""
         stack = self.constants
+        again = recompute.choices(has_latent(self.shape))
         cores = any(float(block.saved_core[0]) > 0 for _, block in self.model.kinds)
-        selective = bool(stack.selective_halves or not stack.flash or cores)
-        return {"selective": selective, "deferred": bool(stack.eager_saved)}
+        if stack.flash and not (stack.selective_halves or cores):
+            again = tuple(kind for kind in again if kind != "selective")
+        return SearchSpace(
+            recompute=again, domain=self.cluster.domain, deferred=bool(stack.eager_saved)
+        )
 
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""

@@ -90,7 +90,7 @@ def _candidates(problem: Problem, stated: Mapping[str, float], unknown: set[str]
 
 
 def _sound(problem: Problem, row: Mapping[str, float], unknown: set[str]) -> bool:
-    """Whether a search would look at unknown values (`planning.layouts`)."""
+    """Whether a search would look at unknown values (`planning.enumeration`)."""
     late = SCHEDULES[int(row["schedule"])] in LATE
     thrown_away = recompute.name(row["recompute"]) not in ("none", "selective")
     cp, tp = int(row["cp"]), int(row["tp"])

@@ -166,7 +166,7 @@ def _servers(
     server: PreparedServer, launcher: Launcher, cluster: str
 ) -> tuple[Servers, list[Layout]] | None:
     """The model's servers on this machine, and layouts of it; None: nothing is known of it."""
-    from hocket.planning.machine_choice import meshes
+    from hocket.planning.enumeration import meshes
 
     spec = server.spec()
     if server.device == "cuda":
