@@ -9,11 +9,12 @@ from typing import Any
 
 from hocket.schedules import build_schedule
 from hocket.simulation import simulate
+from hocket.spec.files import write_text
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.measured import DevicePair, Host, MachineMeasurements, MeasuredDevice
 from hocket.spec.prices import Prices
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
 from hocket.spec.timeline import Event, Timeline
 
 MB = 1_000_000

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.spec.files import named
-from hocket.spec.run import write_text
+from hocket.spec.files import named, write_text
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -23,6 +22,7 @@ def test_a_disk_that_is_full_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=str(file)) as refused:
         write_text(file, "text")
     assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(file))
+    assert not list(tmp_path.iterdir()), "no part of it stays"
 
 
 @needs_full

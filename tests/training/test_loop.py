@@ -14,8 +14,9 @@ import pytest
 from hocket.catalogue import models as catalogue
 from hocket.schedules.registry import build_schedule
 from hocket.spec.errors import TrainingError
+from hocket.spec.files import write_text
 from hocket.spec.layout import Layout
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
 from hocket.spec.timeline import Timeline
 from hocket.training import data
 from hocket.training.tokenizer import byte_tokenizer

@@ -117,8 +117,9 @@ def resumed_run(place: Place) -> CheckOutcome:
     from hocket.doctor.model import catalogue
     from hocket.launch import Launcher
     from hocket.schedules.registry import build_schedule
+    from hocket.spec.files import write_text
     from hocket.spec.layout import Layout
-    from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
+    from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
     from hocket.training import data
     from hocket.training.tokenizer import byte_tokenizer
     from hocket.training.utilization import peak_flops

@@ -115,8 +115,7 @@ def card_summary(report: ReportCard) -> str:
 def write_card(card: ReportCard, folder: Path) -> tuple[Path, Path]:
     """Write the JSON and the page; returns their paths."""
     from hocket.reporting.card_page import card_html
-    from hocket.spec.files import named
-    from hocket.spec.run import write_text
+    from hocket.spec.files import named, write_text
 
     files = folder / f"{NAME}.json", folder / f"{NAME}.html"
     for path, content in zip(files, (card.to_json(), card_html(card)), strict=True):

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from hocket.jobs.lock import LockOwner
 from hocket.spec.errors import RunFolderError
-from hocket.spec.run import RunFolder, TrainOptions, write_text
+from hocket.spec.files import write_text
+from hocket.spec.run import RunFolder, TrainOptions
 
 JOINED = "train, joined"
 """The job of an owner that another launcher has started."""

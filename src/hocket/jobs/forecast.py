@@ -21,12 +21,13 @@ from hocket.jobs.precision import on_cuda
 from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.files import write_text
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
 from hocket.spec.measured import MachineMeasurements
 from hocket.spec.model_shape import ModelShape
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 from hocket.spec.run import bucket_mb as bucket_mb_of
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import Timeline

@@ -24,8 +24,8 @@ from hocket.jobs.measured_cluster import measured_cluster
 from hocket.jobs.probe import BUSY, Listener, ProbeTarget, measure_machine, present_machine
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.files import write_text
 from hocket.spec.measured import MachineMeasurements
-from hocket.spec.run import write_text
 from hocket.spec.user_cache import cache_folder
 
 AUTO = "auto"

@@ -18,9 +18,10 @@ from hocket.jobs.precision import on_cuda
 from hocket.spec.allowed_memory import MOST_RANKS, Allowed
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.files import write_text
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.precision import QUANTIZED_BASES
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 from hocket.spec.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

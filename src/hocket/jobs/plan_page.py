@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket.spec.errors import OptionError
-from hocket.spec.run import write_text
+from hocket.spec.files import write_text
 
 if TYPE_CHECKING:
     from hocket.planning.forecast import LayoutForecast

@@ -27,9 +27,10 @@ from hocket.spec.errors import (
     RunFolderError,
     ScheduleError,
 )
+from hocket.spec.files import write_text
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 from hocket.spec.schedule import Schedule
 from hocket.spec.units import parse_bytes
 

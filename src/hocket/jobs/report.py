@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket.spec.errors import HocketError, OptionError, RunFolderError
-from hocket.spec.run import write_text
+from hocket.spec.files import write_text
 
 if TYPE_CHECKING:
     from hocket.reporting.record import RunRecord

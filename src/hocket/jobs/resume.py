@@ -32,9 +32,9 @@ from hocket.jobs.request import (
 )
 from hocket.spec.checkpoint import resumable_checkpoints
 from hocket.spec.errors import CheckpointError, HocketError, OptionError, RunFolderError
-from hocket.spec.files import MALFORMED, parse_json
+from hocket.spec.files import MALFORMED, parse_json, write_text
 from hocket.spec.layout import TERMS, Layout
-from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import dataclasses
 
 from hocket.jobs.probe import BUSY
 from hocket.spec.errors import HocketError
+from hocket.spec.files import write_text
 from hocket.spec.measured import MachineMeasurements
-from hocket.spec.run import RunFolder, write_text
+from hocket.spec.run import RunFolder
 
 
 def topology_of(measured: MachineMeasurements) -> MachineMeasurements:

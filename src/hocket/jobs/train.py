@@ -40,9 +40,10 @@ from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest
 from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.files import write_text
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.ledger import DISTURBED
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext

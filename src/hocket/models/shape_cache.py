@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hocket.spec.files import write_text
 from hocket.spec.model_shape import ModelShape
-from hocket.spec.run import RunSpec, write_text
+from hocket.spec.run import RunSpec
 from hocket.spec.user_cache import computed_file
 
 

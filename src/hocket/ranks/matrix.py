@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.models.dimensions import dimensions
 from hocket.spec.errors import HocketError, ModelError
+from hocket.spec.files import write_text
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import DIFFERENT, EQUAL
-from hocket.spec.run import RunSpec, TrainOptions, Workload, write_text
+from hocket.spec.run import RunSpec, TrainOptions, Workload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.ranks.doors import Doors
 from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.files import write_text
 from hocket.spec.plan import ParallelPlan
-from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.serving import snapshots_of
 from hocket.spec.units import format_bytes, parse_bytes
 

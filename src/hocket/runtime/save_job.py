@@ -16,8 +16,7 @@ from hocket.runtime.rank_state import RankState
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, Shard
 from hocket.spec.errors import CheckpointError
-from hocket.spec.files import named
-from hocket.spec.run import write_text
+from hocket.spec.files import named, write_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

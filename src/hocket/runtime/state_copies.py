@@ -33,8 +33,7 @@ from hocket.runtime.save_job import SaveJob
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Shard
 from hocket.spec.errors import CheckpointError
-from hocket.spec.files import MALFORMED, json_crc32, parse_json
-from hocket.spec.run import write_text
+from hocket.spec.files import MALFORMED, json_crc32, parse_json, write_text
 
 NAMES = re.compile(r"step-[0-9]{6,}/rank-[0-9]{5,}\.(safetensors|json)")
 LATEST = "copies/latest"

@@ -61,6 +61,19 @@ def read_text(path: Path, *, most_bytes: int = MOST_TEXT) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never half. Nothing
+    stays of what a full disk cut short."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with named(path):
+            aside.write_text(text)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
 def parse_json(
     text: str | bytes | bytearray, object_hook: Callable[[dict[str, Any]], Any] | None = None
 ) -> Any:

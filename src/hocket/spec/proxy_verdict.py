@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import ModelError
+from hocket.spec.files import write_text
 from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
-from hocket.spec.run import write_text
 from hocket.spec.user_cache import computed_file
 
 _JUDGES = "models", "ranks", "runtime", "serving", "training"

@@ -29,7 +29,7 @@ from typing import Any
 
 from hocket.spec import renamed, run_names
 from hocket.spec.errors import OptionError, RunFolderError, unknown
-from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
+from hocket.spec.files import MALFORMED, json_crc32, parse_json, read_text, write_text
 from hocket.spec.layout import Layout
 from hocket.spec.options_file import toml
 from hocket.spec.rows import require_types
@@ -483,14 +483,6 @@ def options_text(spec: RunSpec) -> str:
 
 SERVED = ("device", "backend", "threads", "attention", "tokenizer", "timeout", "emulate_links")
 """Options that a server has in common with training."""
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader sees the old file or the new one, never half."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with named(path):
-        aside.write_text(text)
-    os.replace(aside, path)
 
 
 def target_words(targets: str | None) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import json
 import warnings
 
 from hocket.models.attention_layers import kernel_rows
-from hocket.spec.run import RunFolder, write_text
+from hocket.spec.files import write_text
+from hocket.spec.run import RunFolder
 from hocket.training.build import RankJob, dtype_of
 
 

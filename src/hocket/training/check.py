@@ -37,8 +37,9 @@ from hocket.runtime.checkpoint import CheckpointWorld
 from hocket.runtime.device import pick_device
 from hocket.runtime.moments_8bit import MEAN, SCALES, SQUARE, moment_values
 from hocket.spec.check import CheckReport, merged_report, value_limit
+from hocket.spec.files import write_text
 from hocket.spec.placement import Placement
-from hocket.spec.run import RunSpec, TrainOptions, write_text
+from hocket.spec.run import RunSpec, TrainOptions
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.in_fp64 import stay_in_fp64

@@ -19,7 +19,7 @@ from hocket.models.plans.experts import named_experts
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.expert_parallel import ExpertParallelExperts
 from hocket.runtime.parallel import Parallel
-from hocket.spec.run import write_text
+from hocket.spec.files import write_text
 
 
 class ExpertLoad:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hocket.spec.files import named, parse_json
-from hocket.spec.run import write_text
+from hocket.spec.files import named, parse_json, write_text
 from hocket.training.trackers import Trackers
 
 

@@ -38,8 +38,9 @@ from hocket.runtime.base_4bit import load_library
 from hocket.runtime.lora import initial
 from hocket.runtime.rank_state import DTYPES
 from hocket.spec.errors import OptionError
+from hocket.spec.files import write_text
 from hocket.spec.placement import Placement
-from hocket.spec.run import RunSpec, write_text
+from hocket.spec.run import RunSpec
 from hocket.spec.tensor_file import TensorEntry, write_tensors
 from hocket.training.build import dtype_of
 from hocket.training.in_fp64 import stay_in_fp64

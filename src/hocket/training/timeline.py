@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from hocket.runtime.collectives import barrier
 from hocket.runtime.mesh import Mesh
 from hocket.spec.collectives import total
-from hocket.spec.run import RunFolder, TrainOptions, write_text
+from hocket.spec.files import write_text
+from hocket.spec.run import RunFolder, TrainOptions
 from hocket.spec.timeline import Event, Timeline
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from hocket.spec.errors import DataError, HocketError
-from hocket.spec.files import MALFORMED, file_crc32, json_crc32, parse_json, read_text
+from hocket.spec.files import MALFORMED, file_crc32, json_crc32, parse_json, read_text, write_text
 from hocket.spec.rows import require_types
-from hocket.spec.run import CHECKSUM, write_text
+from hocket.spec.run import CHECKSUM
 from hocket.training.mixture import LONGEST, MixedSource
 from hocket.training.packed_files import flags_file
 from hocket.training.packing import ACROSS, DOCUMENTS, PACKINGS

@@ -28,8 +28,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hocket.spec.errors import DataError, HocketError
-from hocket.spec.files import MALFORMED, file_crc32, json_crc32, named, parse_json, read_text
-from hocket.spec.run import CHECKSUM, write_text
+from hocket.spec.files import (
+    MALFORMED,
+    file_crc32,
+    json_crc32,
+    named,
+    parse_json,
+    read_text,
+    write_text,
+)
+from hocket.spec.run import CHECKSUM
 from hocket.training.data_sources import DocumentPlace
 from hocket.training.token_files import encoded_documents
 from hocket.training.tokenizer import Tokenizer

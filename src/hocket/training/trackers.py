@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.files import parse_json
-from hocket.spec.run import RunSpec, write_text
+from hocket.spec.files import parse_json, write_text
+from hocket.spec.run import RunSpec
 
 SCALARS = (
     "loss", "held_out_loss", "held_out_perplexity", "lr", "grad_norm", "tokens_per_second",

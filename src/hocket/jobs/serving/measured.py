@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError
-from hocket.spec.run import write_text
+from hocket.spec.files import write_text
 from hocket.spec.serving_forecast import (
     Decode,
     Percentiles,

@@ -41,7 +41,8 @@ from hocket.jobs.serving.start import (
     server_folder,
 )
 from hocket.spec.errors import OptionError
-from hocket.spec.run import RunFolder, write_text
+from hocket.spec.files import write_text
+from hocket.spec.run import RunFolder
 from hocket.spec.serving import BLOCK_SIZE, num_replicas
 from hocket.spec.serving_forecast import ServingMeasured
 
