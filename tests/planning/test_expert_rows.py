@@ -107,9 +107,16 @@ def test_overlap_hides_dispatching_and_flex_sends_once_to_each_node() -> None:
     plain = seconds(**far, overlap="no EP overlap")
     assert seconds(**far, overlap="EP a2a") < plain
     assert seconds(**far, dispatcher="flex-hybridep", overlap="no EP overlap") < plain
-    near = {**far, "n_gpus": "8", "dp": "2", "ep": "2"}
-    once = seconds(**near, dispatcher="flex-hybridep", overlap="no EP overlap")
-    assert once == pytest.approx(seconds(**near, overlap="no EP overlap"))
+
+
+def test_flex_sends_once_to_each_rank_of_a_node() -> None:
+    """Of eight choices at most four can be on another rank of four; one choice is one copy."""
+    near = {"n_gpus": "8", "dp": "8", "tp": "1", "ep": "4", "experts": "64", "moe_ffn": "4096"}
+    for chosen, fewer in (("8", True), ("1", False)):
+        copies = seconds(**near, top_k=chosen, overlap="no EP overlap")
+        once = seconds(**near, top_k=chosen, dispatcher="flex-deepep", overlap="no EP overlap")
+        assert (once < copies) is fewer
+        assert fewer or once == pytest.approx(copies)
 
 
 def test_whole_experts_need_no_tensor_collectives() -> None:
