@@ -294,7 +294,11 @@ def test_no_gpu_and_no_stack_has_more_than_six_numbers_of_its_own() -> None:
             if field not in SWITCHES and isinstance(value, (int, float))
             if value not in {0, 1, base.get(field)} and value != stack_of.get("network")
         }
-        pairs = [p for key, p in data["pairs"].items() if key.split()[1] == name]
+        pairs = [  # those of GPUs that take another's constants replace the GPU's, not the stack's
+            pair
+            for gpu, stack, pair in ((*key.split(), p) for key, p in data["pairs"].items())
+            if stack == name and gpu in data["gpus"]
+        ]
         own |= {field for pair in pairs for field in pair}
         named = {
             "memory_slack",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
+from hocket.planning.row_machine import row_cluster
 from hocket.planning.table import MAINSTREAM, parse_training_row, read_training_table
 from hocket.planning.validate import (
     FIELDS,
@@ -131,6 +132,53 @@ def test_resolved_knobs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "resolved, since rows do not state it: micro_batch=" in capsys.readouterr().out
     for row in csv.DictReader(out.open()):
         assert row["resolved"].startswith("micro_batch=")
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vp", "fewer"),
+    [("94", "8", "4", 1), ("126", "16", "4", 1), ("61", "16", "1", 1.5), ("96", "8", "1", 0),
+     ("90", "32", "1", 0), ("94", "1", "1", 0)],
+)  # fmt: skip
+def test_ends_lack_the_layers_that_stages_cannot_share(
+    layers: str, pp: str, vp: str, fewer: float
+) -> None:
+    """94 layers of 32 stages are 96 less one at each end, which have embedding and loss."""
+    line = next(r for r in read_training_table(EXTRACT) if r["id"] == "zb-025")
+    changes = {"layers": layers, "pp": pp, "vp": vp, "n_gpus": pp, "dp": "1", "notes": ""}
+    row = parse_training_row(line | changes)
+    assert not isinstance(row, str), row
+    assert row.layout["lighter"] == fewer
+    unstated = parse_training_row(line | changes | {"recompute": ""})
+    assert not isinstance(unstated, str), unstated
+    assert unstated.layout["lighter"] == fewer
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabits"),
+    [
+        ("4x Omni-Path 100Gb/s per node", 200),  # half of which messages through the host reach
+        ("InfiniBand 8x400Gb/s per node", 3200), ("8x HDR IB 200Gb/s per node", 1600),
+        ("IB 800Gb/s per node", 800), ("400 Gb/s RDMA per GPU", 3200),
+        ("GPUDirect-TCPXO 8x200Gb/s per node", 1600),
+    ],
+)  # fmt: skip
+def test_the_network_of_a_row_is_that_of_its_node(text: str, gigabits: float) -> None:
+    cluster = row_cluster("H100-80 SXM", text, gpus=16, per_node=8)
+    assert cluster.node.network == gigabits * 1e9 / 8
+
+
+def test_transformer_engine_under_fsdp_keeps_its_own_kernels() -> None:
+    line = next(r for r in read_training_table(EXTRACT) if r["id"] == "zb-025")
+    line |= {"pp": "1", "dp": "8", "zero_stage": "3", "gpu": "H100-80 SXM"}
+    own, plain = (
+        parse_training_row(line | {"notes": f"FSDP2{more}"}) for more in (", TransformerEngine", "")
+    )
+    assert not isinstance(own, str)
+    assert not isinstance(plain, str)
+    assert own.stack == plain.stack == "fsdp"
+    assert own.constants.flash_rate > plain.constants.flash_rate
+    assert own.constants.traffic < plain.constants.traffic
+    assert own.constants.network == plain.constants.network
 
 
 def test_experts_come_from_the_model_of_that_name() -> None:

@@ -56,17 +56,21 @@ def row_cluster(gpu: str, network: str, *, gpus: int, per_node: int) -> Cluster:
     Raises:
         OptionError: an unknown GPU.
     """
-    return _hardware(gpu, _network(network), gpus, per_node)
+    return _hardware(gpu, _network(network, per_node), gpus, per_node)
 
 
-def _network(text: str) -> float | None:
-    """Bytes/s of a node from `4x Omni-Path 100Gb/s per node`; None where no rate is said."""
+def _network(text: str, gpus: int) -> float | None:
+    """Bytes/s of a node of so many GPUs from `4x Omni-Path 100Gb/s per node`, `InfiniBand
+    8x400Gb/s` or `400 Gb/s per GPU`; None where no rate is said."""
     rate = re.search(r"(\d+)\s*Gb/s", text)
     if rate is None:
         return None
-    cards = re.match(r"\s*(\d+)x", text)
+    stated = re.search(r"\b(\d+)x", text)
+    cards = float(stated[1]) if stated else 1.0
+    if re.search(r"per (gpu|accelerator)", text, re.I):
+        cards = float(gpus)
     through_host = HOST_COPIES if re.search(r"omni.?path", text, re.I) else 1.0
-    return float(rate[1]) * (float(cards[1]) if cards else 1.0) * through_host * 1e9 / 8
+    return float(rate[1]) * cards * through_host * 1e9 / 8
 
 
 @functools.cache

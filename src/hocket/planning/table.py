@@ -104,6 +104,9 @@ DeepSeek-V3."""
 
 MAINSTREAM = "mainstream"
 
+MISSING = 4
+"""Layers that the two ends may lack together: an end that lacks more would be nearly empty."""
+
 KINDS = ("full", "selective", recompute.CHEAP)
 """Kinds of recompute that a row has a word for."""
 
@@ -180,6 +183,9 @@ def _parse(row: Mapping[str, str]) -> PublishedRow:
     numbers = row_machine_numbers(cluster, precision)
     grad_dtype = _grad_dtype(row.get("precision", ""), precision, stack)
     values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
+    if stack.startswith("fsdp") and re.search(r"transformer.?engine", said):
+        kernels = constants(cluster.node.gpu.name, "megatron-core", precision=precision)
+        values = dataclasses.replace(values, traffic=kernels.traffic, flash_rate=kernels.flash_rate)
     if precision in FEW_BITS:
         values = few_bits(values, cluster.node.gpu.flops, precision)
     if _has_experts(row):
@@ -251,8 +257,9 @@ def _resolved(
         grad_dtype=grad_dtype,
         stack=found.stack,
     )
-    fields, resolved = resolve_unstated(problem, at, unstated)
-    return dataclasses.replace(found, layout=fields, resolved=resolved)
+    fields, resolved = resolve_unstated(problem, {**at, "lighter": 0.0}, unstated)
+    layout = {**fields, "lighter": at["lighter"]}  # a plan proposes no ends that lack a part
+    return dataclasses.replace(found, layout=layout, resolved=resolved)
 
 
 def _need(row: Mapping[str, str], name: str) -> float:
@@ -430,9 +437,19 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "recompute": float(next((recompute.code(name) for name in KINDS if name in again), 0)),
         "sequence_parallel": float((number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
-        "lighter": float("one layer fewer" in said),
+        "lighter": _lighter(number(row, "layers") or 0.0, pp, virtual if pp > 1 else 1.0, said),
         "offload": 0.0,
     }
+
+
+def _lighter(layers: float, pp: float, virtual: float, said: str) -> float:
+    """Layers fewer on the first and on the last rank, on average of both. Stages hold equally many;
+    what no stage can have is missing at the ends, which have the embedding and the loss instead
+    (Megatron-Core divides layers no other way: `--account-for-embedding-in-pipeline-split`)."""
+    missing = -layers % (pp * virtual)
+    if pp > 1 and 0 < missing <= MISSING:
+        return missing / 2
+    return float("one layer fewer" in said)
 
 
 def training_rows(table: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRow], dict[str, str]]:
