@@ -212,6 +212,41 @@ def test_what_does_not_fit_waits_for_a_place() -> None:
     assert far.batch < 20000
 
 
+def test_a_batch_that_does_not_fit_runs_in_turns() -> None:
+    """Llama 3.1 405B in 8 bits on eight H100: twice as many requests as fit take twice as long."""
+    rows = [
+        parse_serving_row(
+            _line(
+                id=str(n), model="Llama 3.1 405B", gpu="H100-SXM-80", n_gpus="8", tp="8", ep="1",
+                moe_tp="", attn_dp="",
+                precision="fp8", mode="static_batch_offline", concurrency_or_batch=str(n),
+                isl="2048", osl="2048",
+            )
+        )
+        for n in (8, 512, 1024)
+    ]  # fmt: skip
+    few, many, twice = price_serving_rows([r for r in rows if not isinstance(r, str)])
+    assert few.batch == 8
+    assert 8 < many.batch < 512
+    assert twice.throughput == pytest.approx(many.throughput)
+    assert twice.ttft > 1.9 * many.ttft
+
+
+def test_requests_of_unequal_length_do_not_run_in_waves() -> None:
+    """Under SGLang equal ones that start together do; lengths that are means delay no whole one."""
+    same = _line(engine="sglang", concurrency_or_batch="64", isl="4096", notes="")
+    rows = [
+        parse_serving_row(same | {"id": str(i), "notes": note})
+        for i, note in enumerate(("", "ShareGPT", "lengths drawn at random"))
+    ]
+    equal, shared, drawn = [r for r in rows if not isinstance(r, str)]
+    assert (equal.varied, shared.varied, drawn.varied) == (False, True, True)
+    assert equal.prompt == shared.prompt == drawn.prompt
+    first, second, third = price_serving_rows([equal, shared, drawn])
+    assert second.ttft < first.ttft
+    assert second.tpot == third.tpot != first.tpot
+
+
 def test_a_prompt_that_is_not_stated_has_its_data_sets_length() -> None:
     """Assumed and listed, never left out; each data set has its own."""
     lengths = {}

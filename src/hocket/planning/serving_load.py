@@ -267,9 +267,11 @@ def saturated(at: LoadColumns) -> LoadSolution:
 
 
 def static(at: LoadColumns) -> LoadSolution:
-    """One batch: all prompts first, then all decode to the end."""
+    """One batch: all prompts first, then all decode to the end; more than fit run in turns."""
     c = at.replica.constants
-    batch = at.load
+    room = at.requests(at.prompt + c.reserved * at.output)
+    batch = np.maximum(np.minimum(at.load, np.minimum(room, c.max_sequences)), 1.0)
+    turns = at.load / batch
     tokens = batch * at.prompt
     chunks = np.maximum(np.ceil(tokens / c.max_num_batched_tokens), 1.0)
     none = np.zeros_like(batch)
@@ -278,7 +280,7 @@ def static(at: LoadColumns) -> LoadSolution:
     total = prefill + tpot * np.maximum(at.output - 1, 0.0)
     return LoadSolution(
         tpot=tpot,
-        ttft=prefill,
+        ttft=prefill + (turns - 1) / 2 * total,
         throughput=np.where(at.load == 1, 1 / tpot, batch * at.output / total),
         batch=batch,
         fits=np.where(at.requests(at.prompt + 1) >= 1.0, 1.0, 0.0),

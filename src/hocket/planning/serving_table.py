@@ -62,7 +62,12 @@ MODELS = (
     (r"mistral.?7b", "mistral-7b"),
     (r"mixtral.?8x7b", "mixtral-8x7b"),
     (r"mixtral.?8x22b", "mixtral-8x22b"),
+    (r"llama.?2.?13b", "llama-2-13b"),
+    (r"llama.*3\.2.*1b", "llama-3.2-1b"),
     (r"qwen3-32b", "qwen3-32b"),
+    (r"qwen3-8b", "qwen3-8b"),
+    (r"qwen3-0\.6b", "qwen3-0.6b"),
+    (r"gemma.?3.?27b", "gemma-3-27b"),
     (r"qwen3-235b", "qwen3-235b-a22b"),
     (r"qwen3-30b", "qwen3-30b-a3b"),
     (r"gpt.oss.120b", "gpt-oss-120b"),
@@ -143,10 +148,13 @@ TORCH_SAMPLERS = ("vllm",)
 """Engines that draw such tokens by sorting in PyTorch (vLLM, until FlashInfer's kernels are its
 default)."""
 
-VARIED = r"source_file=20\d\d-|db-dump"
+NAMED_MOST = r"source_file=20\d\d-|db-dump"
 MEAN_SHARE = 0.9
 """InferenceX draws lengths evenly between 0.8 and 1 of those it names (RANDOM_RANGE_RATIO in its
 README); notes name its exports by their date."""
+
+VARIED = rf"{NAMED_MOST}|sharegpt|lengths drawn|outputs ended early"
+"""Notes of rows whose requests are not equally long; isl and osl are then means."""
 
 MAINSTREAM = r"(A100|H100|H200)"
 
@@ -269,7 +277,8 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
         prices = _prices(dataclasses.replace(asked, **_degrees(row)))
     if not load:
         raise LeftOut("no number of requests at once")
-    varied = re.search(VARIED, row.get("notes", "")) is not None
+    notes = row.get("notes", "")
+    varied = re.search(VARIED, notes, re.I) is not None
     throughput = _throughput(row, number(row, "out_tok_s_total"))
     whole = number(row, "e2e_latency_ms")
     if throughput is None and mode == "static_batch_latency" and whole:
@@ -277,7 +286,7 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
     if mode in MLPERF_GOALS:
         replicas = _whole(row, "n_gpus") / prices.gpus
         throughput = None if throughput is None else throughput / replicas
-    if varied:
+    if re.search(NAMED_MOST, notes):
         prompt = prompt if "isl" in assumed else MEAN_SHARE * prompt
         output = MEAN_SHARE * output
     measured = {name: number(row, name) for name in MEASURED}
