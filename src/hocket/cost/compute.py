@@ -237,7 +237,6 @@ def _communication(
         over = at.expert_tp < at.tp
         apart = stride("expert", at)
         nodes = np.maximum(at.ep * apart / platform.machine.domain, 1.0)
-        # What a token is sent to once, however many of its experts are there.
         places = np.where((nodes > 1) | (np.asarray(constants.once_per_node) < 2), nodes, at.ep)
         chosen = np.maximum(model.experts_per_token, 1.0)
         reached = places * (1 - (1 - 1 / places) ** chosen) / chosen

@@ -3,7 +3,7 @@
 shape        the catalogue's where a name and the numbers of a row agree with it, else a decoder
              made of the columns experts, top_k, moe_ffn and shared_experts
 dispatcher   alltoall sends a copy of a token to each of its experts; flex (DeepEP, HybridEP)
-             sends one to each node, and deals it out there
+             sends one to each node, and there one to each rank that has any of them
 overlap      `EP a2a`: dispatching during the compute of another microbatch; what is left exposed
              is `OVERLAPPED`; a row that says nothing has its software's share
 capacity     tokens beyond an expert's capacity are dropped: no rank has more than the mean
