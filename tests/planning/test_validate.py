@@ -159,7 +159,7 @@ def test_ends_lack_the_layers_that_stages_cannot_share(
         ("4x Omni-Path 100Gb/s per node", 200),  # half of which messages through the host reach
         ("InfiniBand 8x400Gb/s per node", 3200), ("8x HDR IB 200Gb/s per node", 1600),
         ("IB 800Gb/s per node", 800), ("400 Gb/s RDMA per GPU", 3200),
-        ("GPUDirect-TCPXO 8x200Gb/s per node", 1600),
+        ("GPUDirect-TCPXO 8x200Gb/s per node", 1600), ("InfiniBand NDR 400Gb/s", 3200),
     ],
 )  # fmt: skip
 def test_the_network_of_a_row_is_that_of_its_node(text: str, gigabits: float) -> None:

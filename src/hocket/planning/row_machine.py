@@ -61,7 +61,7 @@ def row_cluster(gpu: str, network: str, *, gpus: int, per_node: int) -> Cluster:
 
 def _network(text: str, gpus: int) -> float | None:
     """Bytes/s of a node of so many GPUs from `4x Omni-Path 100Gb/s per node`, `InfiniBand
-    8x400Gb/s` or `400 Gb/s per GPU`; None where no rate is said."""
+    8x400Gb/s` or `400 Gb/s per GPU`; None where no rate is said, or not of how many cards."""
     rate = re.search(r"(\d+)\s*Gb/s", text)
     if rate is None:
         return None
@@ -69,6 +69,8 @@ def _network(text: str, gpus: int) -> float | None:
     cards = float(stated[1]) if stated else 1.0
     if re.search(r"per (gpu|accelerator)", text, re.I):
         cards = float(gpus)
+    elif not stated and not re.search(r"(per|a) node", text, re.I):
+        return None  # a card's: nodes have as many as they are sold with
     through_host = HOST_COPIES if re.search(r"omni.?path", text, re.I) else 1.0
     return float(rate[1]) * cards * through_host * 1e9 / 8
 
