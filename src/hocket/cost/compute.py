@@ -91,6 +91,8 @@ def block_times(
     for p in block.products:
         m, n, k, batch = local_matmul(p, tokens, at, shards=p.shards, imbalance=uneven)
         once, of_input, of_weight = linear_seconds(device, m, n, k, batch, frozen=p.frozen)
+        cast = np.asarray(constants.cast_bytes) * batch * m / memory
+        once, of_input = once + cast * k, of_input + cast * n
         forward, inputs, weights = forward + once, inputs + of_input, weights + of_weight
         latent = latent + once if p.latent else latent
     adding = local_trained(block, at).total * (element + 2 * grad) / memory

@@ -87,6 +87,9 @@ class Constants:
         whole_gradients: ZeRO-1 sums whole gradients on every rank (DeepSpeed before 0.7).
         expert_outputs: experts' outputs are saved for the gradient of the routing weights; 0 where
             these multiply before the second product (Megatron-Core since 0.12).
+        cast_bytes: moved to quantize an element that products in 8 and 4 bits read, in passes of
+            its own: read for the largest, read again, and written by rows and by columns; 0 where
+            norms and activations write it so (Transformer Engine).
         quantized_inputs: products in 8 and 4 bits save their inputs in 8 (Transformer Engine).
         selective_halves: selective recompute takes every second layer (torchtitan), not the
             attention core alone (Megatron).
@@ -145,6 +148,7 @@ class Constants:
     optimizer_bytes: Any
     element_bytes: Any
     expert_imbalance: Any = 1.0
+    cast_bytes: Any = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +217,8 @@ def constants(
     width = state_bytes(precision, grad_dtype, optimizer)
     for part in ("weight", "gradient", "optimizer", "element"):
         values[f"{part}_bytes"] = float(getattr(width, part))
-    values["quantized_inputs"] *= precision in FEW_BITS
+    for field in ("quantized_inputs", "cast_bytes"):
+        values[field] = values.get(field, 0.0) * (precision in FEW_BITS)
     return Constants(**(values | changes))
 
 
