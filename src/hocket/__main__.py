@@ -13,6 +13,8 @@ def main() -> int:
     if sys.argv[1:2] == ["train"]:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _requeued)
+    elif os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _ended)
     try:
         from hocket.cli.main import main as run
 
@@ -31,6 +33,12 @@ def _requeued(number: int, frame: object) -> None:
     later: nothing was begun, and a batch system queues the job again."""
     os.write(2, b"hocket: stopped before the run began; the same command starts it\n")
     os._exit(stopped_code(number))
+
+
+def _ended(number: int, frame: object) -> None:
+    """End at once, as SIGTERM ends every process but the first of a container, to which the kernel
+    sends no signal without a handler."""
+    os._exit(128 + number)
 
 
 _requeued.before_run = True  # type: ignore[attr-defined]

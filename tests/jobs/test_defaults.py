@@ -321,7 +321,8 @@ def test_auto_is_the_dtype_of_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cores_that_ranks_leave_idle_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hocket.jobs import compare, defaults
+    from hocket.jobs import defaults
+    from hocket.runtime import host_cores
 
     for here, ranks, threads, wanted in (
         (64, 2, 1, "62 of 64 cores are idle: --threads 32"),
@@ -329,6 +330,6 @@ def test_cores_that_ranks_leave_idle_are_named(monkeypatch: pytest.MonkeyPatch) 
         (2, 1, 1, ""),
         (64, 32, 1, ""),
     ):
-        monkeypatch.setattr(compare, "usable_cores", lambda here=here: here)
+        monkeypatch.setattr(host_cores, "usable_cores", lambda here=here: here)
         options = TrainOptions(device="cpu", threads=threads)
         assert defaults.idle_cores(options, ranks) == wanted

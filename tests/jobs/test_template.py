@@ -92,6 +92,29 @@ def test_a_dockerfile_passes_hadolint(
     passes(tool("hadolint"), str(file))
 
 
+@pytest.mark.parametrize("gpus", [8, 0])
+def test_an_image_keeps_what_it_writes_where_any_user_may_write(
+    gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster may choose a user id of group root, and a read-only root file system."""
+    assert main(["template", "docker", "--gpus-per-node", str(gpus)]) == 0
+    text = capsys.readouterr().out.replace("\\\n", "")
+    (made,) = re.findall(r"install --directory .*--group root --mode 775 (.*)", text)
+    shared = made.split()
+    (workdir,) = re.findall(r"^WORKDIR (\S+)", text, re.MULTILINE)
+    assert workdir in shared
+    words = " ".join(re.findall(r"^ENV (.*)", text, re.MULTILINE)).split()
+    variables = dict(word.split("=", 1) for word in words)
+    for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TRITON_CACHE_DIR"):
+        assert any(Path(variables[name]).is_relative_to(folder) for folder in shared), name
+    (packages,) = re.findall(r"apt-get install --no-install-recommends --yes ([^&]*)", text)
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)", text, re.MULTILINE)
+    assert json.loads(entry)[0] in packages.split()  # reaps what process 1 inherits
+    assert "g++" in packages.split()  # rehearsals, as of --dry-run, compile C++
+    for line in re.findall(r"pip install (.*)", text):  # each package has one version
+        assert "--constraint" in line or "--no-deps" in line
+
+
 def test_nodes_and_tasks_follow_from_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "slurm", "train", 8)
     assert "#SBATCH --nodes=2" in text

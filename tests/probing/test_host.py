@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.probing import host
+from hocket.runtime import host_cores
 from hocket.runtime.host_memory import free_host_memory
 
 
@@ -69,6 +70,7 @@ def test_affinity_counts(root: Path) -> None:
 def test_half_a_core_is_still_one(root: Path) -> None:
     (root / "sys/fs/cgroup/user/box/cpu.max").write_text("30000 100000\n")
     assert host.host(root, frozenset(range(8))).cores == 1
+    assert host_cores.usable_cores(root, range(8)) == host_cores.machine_cores(root) == 1
 
 
 def test_the_first_kind_of_control_groups(root: Path) -> None:
@@ -77,9 +79,9 @@ def test_the_first_kind_of_control_groups(root: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "cpu.cfs_quota_us").write_text("400000")
     (folder / "cpu.cfs_period_us").write_text("100000")
-    assert host.cgroup_limit(root) == 4.0
+    assert host_cores.cpu_quota(root) == 4.0
     (folder / "cpu.cfs_quota_us").write_text("-1")
-    assert host.cgroup_limit(root) == 0.0
+    assert host_cores.cpu_quota(root) == 0.0
 
 
 def test_load_is_what_others_took(root: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import hocket.launch
 from hocket.jobs import probe
 from hocket.jobs.measured_cluster import measured_cluster
+from hocket.launch.failure import Failure, to_error
 from hocket.probing import devices
 from hocket.probing.devices import FoundDevices
 from hocket.spec.errors import OptionError, RankFailure
@@ -94,10 +95,13 @@ def test_a_rank_that_dies_costs_what_comes_after(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
     see(monkeypatch, HERE)
-    ranks += [PRODUCTS, STREAMS, RankFailure("rank 2 died\nRuntimeError: gloo says no")]
+    killed = [Failure(rank=0, pid=3, time=1.0, report=None, code=-9)]
+    killed += [Failure(rank=1, pid=4, time=2.0, report=None, code=-15)]
+    ranks += [PRODUCTS, STREAMS, to_error(killed, 2)]
     found = probe.measure_machine()
     assert found.unknown[0] == (
-        "what comes after streams, where a rank failed: RuntimeError: gloo says no"
+        "what comes after streams, where a rank failed: rank 0 of 2 (process 3) was killed by "
+        "SIGKILL (out of memory, unless a user killed it: a smaller batch, or more tp or pp)"
     )
     assert measured_cluster(found).num_gpus == 2
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -128,6 +127,8 @@ def compare_strategies(
     Raises:
         HocketError: the model cannot be found; RankFailure with a rank's own traceback.
     """
+    from hocket.runtime.host_cores import usable_cores
+
     workload = request.workload
     count = pipeline_microbatches(asked, workload.global_batch)
     known = strategies(asked.devices, count, workload.global_batch)
@@ -440,8 +441,3 @@ def _seconds_of(loops: int) -> float:
     for number in range(loops):
         total = (total * 31 + number) & 0xFFFFFFFF
     return max(1e-6, time.thread_time() - began)
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

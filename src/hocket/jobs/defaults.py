@@ -177,7 +177,7 @@ def defaults_note(request: JobRequest, source: ModelSource) -> str:
 def idle_cores(options: TrainOptions, ranks: int) -> str:
     """The cores of this machine that CPU ranks leave idle, where those are most of them, and the
     fix; empty otherwise."""
-    from hocket.jobs.compare import usable_cores
+    from hocket.runtime.host_cores import usable_cores
 
     here, used = usable_cores(), ranks * options.threads
     if on_cuda(options) or here < 4 * used:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -201,6 +200,7 @@ def _alone(launcher: Launcher, folder: RunFolder, wanted: JobRequest) -> Summary
 def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
     """What splitting bought on this machine, and what it cost."""
     from hocket.reporting import table_text
+    from hocket.runtime.host_cores import usable_cores
     from hocket.spec.units import format_bytes, format_seconds
 
     assert summary.step_seconds is not None
@@ -218,7 +218,7 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
         for name, found, rank in (("one process", alone, one), (layout, summary, most))
     ]
     ratio = summary.step_seconds / alone.step_seconds
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     slower = f"{ratio:.1f} times slower" if ratio > 1 else f"{1 / ratio:.1f} times faster"
     share = most["total"] / one["total"]
     return [

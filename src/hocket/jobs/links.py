@@ -8,7 +8,6 @@ ranks as the job has, all multiplying at once; ranks that share a core have a sh
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +94,7 @@ def settle_links(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> RunSpe
 def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
     """How many times faster the GPU multiplies than a rank of this job, to three digits."""
     from hocket.catalogue.hardware import gpu
+    from hocket.runtime.host_cores import usable_cores
 
     rates: list[float] = []
 
@@ -117,7 +117,7 @@ def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
         },
         hear,
     )
-    share = min(1.0, _cores() / (layout.world_size * spec.options.threads))
+    share = min(1.0, usable_cores() / (layout.world_size * spec.options.threads))
     mine = statistics.median(rates) * share
     return float(f"{ACHIEVED * half_rate(gpu(links.gpu)) / mine:.3g}")
 
@@ -125,7 +125,3 @@ def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
 def half_rate(gpu: Gpu) -> float:
     """Its dense rate in bf16, or in fp16 where it is older than that; 0 without either."""
     return gpu.flops.get("bf16") or gpu.flops.get("fp16") or 0.0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import defaults, elastic, links, lock, memory, precision
 from hocket.jobs.request import JobRequest, check_options
 from hocket.jobs.validate import validate_layout
+from hocket.jobs.writable import require_writable
 from hocket.spec import expert_dispatch
 from hocket.spec.errors import (
     DataError,
@@ -208,17 +209,6 @@ def train_folder(request: JobRequest) -> RunFolder:
     # Found here, before the launcher warms up, rather than when the first file is written.
     require_writable(folder, "runs/first")
     return folder
-
-
-def require_writable(folder: RunFolder, example: str) -> None:
-    """Raises RunFolderError, with `example` as another name: a folder cannot be made there."""
-    path = folder.path.absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is a file, not a folder"
-        raise RunFolderError(
-            f"{folder.path} cannot be made: {there} {why}", hint=f"--run {example}"
-        )
 
 
 def short_name(model: str) -> str:

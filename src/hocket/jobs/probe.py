@@ -113,7 +113,7 @@ def measure_machine(
         except RankFailure as error:
             if not parts:
                 raise
-            cause = error.message.strip().splitlines()[-1]
+            cause = error.message.splitlines()[0] + (f" ({error.hint})" if error.hint else "")
             unknown.append(f"what comes after {list(parts)[-1]}, where a rank failed: {cause}")
     unknown += _lacking(here)
     if host.load > BUSY:

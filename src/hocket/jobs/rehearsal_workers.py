@@ -40,8 +40,9 @@ class RehearsalWorkers:
     """
 
     def __init__(self, num_tasks: int | None = None) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self._count = max(1, min(MOST, cores, num_tasks or MOST))
+        from hocket.runtime.host_cores import usable_cores
+
+        self._count = max(1, min(MOST, usable_cores(), num_tasks or MOST))
         self._processes: list[subprocess.Popen[str]] = []
         self._events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._stderr: list[deque[str]] = []

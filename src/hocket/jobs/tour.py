@@ -80,7 +80,7 @@ def write_tour(path: str, stops: Sequence[Stop], language: str) -> None:
     """Write the Markdown page of a tour. Raises OSError where it cannot be written."""
     from pathlib import Path
 
-    from hocket.jobs.compare import usable_cores
     from hocket.reporting.tour import page_markdown
+    from hocket.runtime.host_cores import usable_cores
 
     Path(path).write_text(page_markdown(stops, usable_cores(), language), encoding="utf-8")

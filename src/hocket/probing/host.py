@@ -11,7 +11,8 @@ import platform
 import re
 from pathlib import Path
 
-from hocket.runtime.host_memory import control_groups, file_text, host_memory
+from hocket.runtime.host_cores import cpu_quota, usable_cores, usable_cpus
+from hocket.runtime.host_memory import file_text, host_memory
 from hocket.spec.measured import Host
 
 CLOCK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -24,10 +25,7 @@ def host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Host:
         root: where /proc and /sys hang.
         cpus: CPUs that processes may run on. None: this process's affinity.
     """
-    mine = cpus if cpus is not None else usable()
-    limit = cgroup_limit(root)
-    # Half a core's time is still one core: a process needs one to run at all.
-    cores = len(mine) if not limit else max(1, min(len(mine), int(limit + 0.5)))
+    mine = cpus if cpus is not None else usable_cpus()
     topology = {cpu: file_text(_cpu(root, cpu) / "topology/physical_package_id") for cpu in mine}
     nodes = [
         node for node in (root / "sys/devices/system/node").glob("node[0-9]*")
@@ -37,20 +35,13 @@ def host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Host:
     return Host(
         name=platform.node() or "localhost",
         cpu=cpu_name(root),
-        cores=cores,
+        cores=usable_cores(root, mine),
         sockets=len({package for package in topology.values() if package}),
         numa_nodes=len(nodes),
-        limit=limit,
+        limit=cpu_quota(root),
         caches=tuple(_cpu_cache_bytes(root, first, level) for level in (1, 2, 3)),
         memory=host_memory(root),
     )
-
-
-def usable() -> frozenset[int]:
-    """CPUs this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def cpu_name(root: Path = Path("/")) -> str:
@@ -59,19 +50,6 @@ def cpu_name(root: Path = Path("/")) -> str:
     found = re.search(r"^(?:model name|Model|cpu model|uarch)\s*:\s*(.+)$", text, re.MULTILINE)
     name = found[1] if found else platform.processor() or platform.machine() or "CPU"
     return re.sub(r"\s+", " ", re.sub(r"\((?:R|TM|r|tm)\)|\bCPU\b|@.*", " ", name)).strip()
-
-
-def cgroup_limit(root: Path = Path("/")) -> float:
-    """Cores' worth of time that the control groups of this process grant; 0 without a limit."""
-    limits = []
-    for folder in control_groups(root):
-        words = file_text(folder / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max" and float(words[1]) > 0:
-            limits.append(float(words[0]) / float(words[1]))
-        quota, period = (file_text(folder / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
-        if quota and period and float(quota) > 0 and float(period) > 0:
-            limits.append(float(quota) / float(period))
-    return min(limits, default=0.0)
 
 
 def _cpu_cache_bytes(root: Path, cpu: int, level: int) -> int:
@@ -97,7 +75,7 @@ class Clock:
 
 def clock(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Clock:
     """That moment: two of them give the load between them. Time stolen by a hypervisor counts."""
-    mine = cpus if cpus is not None else usable()
+    mine = cpus if cpus is not None else usable_cpus()
     busy = 0
     for line in file_text(root / "proc/stat").splitlines():
         name, *values = line.split()

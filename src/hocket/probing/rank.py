@@ -21,6 +21,7 @@ from hocket.probing.sharing import sharing_slowdowns
 from hocket.probing.sizes import ProbeSizes, group_sizes, probe_sizes
 from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.device import claim_device, pick_backend, pick_device
+from hocket.runtime.host_cores import usable_cpus
 from hocket.spec.measured import Curve, DevicePair, to_rows
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Probe:
         """Give each rank a core of its own, so that pairs of ranks are pairs of cores."""
         if self.device.type != "cpu" or not hasattr(os, "sched_setaffinity"):
             return frozenset()
-        cpus = sorted(host.usable())
+        cpus = sorted(usable_cpus())
         os.sched_setaffinity(0, {cpus[self.room.rank % len(cpus)]})
         return frozenset(cpus)
 

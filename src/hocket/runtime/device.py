@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hocket.runtime.host_cores import machine_cores, usable_cores
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.expert_dispatch import local_ranks
 from hocket.spec.units import format_bytes
@@ -168,10 +169,8 @@ def host_threads(num_gpus: int, cores: int | None = None, own: int | None = None
         num_gpus: of the machine, each with a rank.
         cores: of the machine. own: that this process may use. None: as the system says.
     """
-    cores = cores or os.cpu_count() or 1
-    if own is None:
-        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(own, cores // max(1, num_gpus)))
+    cores = cores or machine_cores()
+    return max(1, min(own or usable_cores(), cores // max(1, num_gpus)))
 
 
 def pick_backend(

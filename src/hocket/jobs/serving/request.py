@@ -346,7 +346,7 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
 
 def _threads(wanted: JobRequest, device: str) -> None:
     """Refuse more threads of a CPU rank than there are cores. Raises OptionError."""
-    from hocket.jobs.compare import usable_cores
+    from hocket.runtime.host_cores import usable_cores
 
     threads, here = wanted.options.threads, usable_cores()
     if device == "cpu" and threads > here:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hocket.jobs import lock, prepare
 from hocket.jobs.serving.eight_bits import require_eight_bits
 from hocket.jobs.serving.request import PreparedServer
+from hocket.jobs.writable import require_writable
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder
 
@@ -46,7 +47,7 @@ def server_folder(server: PreparedServer) -> RunFolder:
     if folder.spec_file.exists():
         free = prepare.free_name(folder.path)
         raise RunFolderError(f"{folder.path} already holds a run", hint=f"--run {free}")
-    prepare.require_writable(folder, "runs/served")
+    require_writable(folder, "runs/served")
     return folder
 
 

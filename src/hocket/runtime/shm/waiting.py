@@ -7,11 +7,11 @@ other's leftovers.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from hocket.runtime.host_cores import usable_cores
 from hocket.runtime.shm import futex
 
 NAP = futex.Nap(0.2)
@@ -29,7 +29,7 @@ class Unfinished(Protocol):
 
 
 UNFINISHED: set[Unfinished] = set()
-_num_cores = len(os.sched_getaffinity(0))
+_num_cores = usable_cores()
 _num_ranks = 1
 
 
