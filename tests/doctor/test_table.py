@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import os
 import re
 import shlex
 from pathlib import Path
@@ -147,13 +148,21 @@ def test_without_torch_the_host_is_still_checked(monkeypatch: pytest.MonkeyPatch
 # --- checks of the host and the driver -------------------------------------------------------
 
 
-def test_small_shared_memory_fails(tmp_path: Path) -> None:
+def test_small_shared_memory_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hocket.doctor import environment
 
     place = Place(CPU)
     outcome = environment.shared_memory(place, str(tmp_path / "absent"))
     assert not outcome.ok
     assert "does not exist" in outcome.reason
+    # 64 MB, as a container has: CPU ranks share memory that is not there.
+    size = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(environment.os, "statvfs", lambda path: size)
+    for cuda, ok in (("13.0", False), ("", True)):
+        monkeypatch.setattr(environment, "built_for_cuda", lambda cuda=cuda: cuda)
+        outcome = environment.shared_memory(Place(CPU), str(tmp_path))
+        assert outcome.ok is ok
+        assert ok or "docker run --shm-size" in outcome.reason
 
 
 class Driver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,23 @@ def test_a_difference_is_looked_at_with_other_weights_where_they_amplify_roundin
     monkeypatch.setattr(check, "layout_reports", reports)
     found = check.proxy_check(launcher, source, Layout(tp=2))
     assert (found, drawn) == (("", [0, 1]) if rounding else ("prefill: prompt of 3 tokens", [0]))
+
+
+@pytest.mark.parametrize("proxy_check", [True, False])
+def test_missing_kernels_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, proxy_check: bool
+) -> None:
+    """The LLM of a proxy model leaves the warning to the one that it is checked for."""
+    from hocket.jobs.serving import start
+    from hocket.jobs.serving.llm import LLM
+
+    monkeypatch.setattr(start, "kernels_remark", lambda _: "no kernels in C")
+    server: Any = types.SimpleNamespace(request=types.SimpleNamespace(auto=None), stop=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(AttributeError):  # of the server, which is nothing but a request
+            LLM.of(server, proxy_check=proxy_check)
+    assert [str(one.message) for one in caught] == ["no kernels in C"] * proxy_check
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ CHECKS = (
         "a compiler is found, and Triton where torch is built for CUDA", gpus=0,
     ),
     _row(
-        "shared-memory", "read the size of /dev/shm, which NCCL and the CPU backend use",
-        "1 GiB or more is free", gpus=0,
+        "shared-memory", "read the size of /dev/shm, which NCCL uses (CPU ranks do not)",
+        "1 GiB or more is free where torch is built for CUDA", gpus=0,
     ),
     _row(
         "limits", "read the limits on open files and locked memory",
@@ -161,7 +161,7 @@ def shared_memory(place: Place, path: str = "/dev/shm") -> CheckOutcome:
     there = os.statvfs(path)
     free = there.f_bavail * there.f_frsize
     place.values |= {"total_bytes": there.f_blocks * there.f_frsize, "free_bytes": free}
-    if free < SHARED_MEMORY:
+    if free < SHARED_MEMORY and built_for_cuda():
         place.failures.append(
             f"{path} has {format_bytes(free)} free, less than {format_bytes(SHARED_MEMORY)}: "
             "docker run --shm-size=8g"

@@ -110,7 +110,8 @@ class LLM:
     ) -> Self:
         """One whose options have been checked.
 
-        `proxy_check` False: the architecture is not checked on its proxy model first.
+        `proxy_check` False: the architecture is not checked on its proxy model first, and missing
+        kernels are not reported.
         """
         found = cls.__new__(cls)
         found._start(server, launcher, proxy_check=proxy_check)
@@ -132,7 +133,7 @@ class LLM:
             )
         if server.request.auto:
             raise OptionError("an LLM needs a layout", hint='layout="tp2"')
-        if remark := kernels_remark(server):
+        if proxy_check and (remark := kernels_remark(server)):
             warnings.warn(remark, stacklevel=3)
         self._server = server
         self._stop = server.stop
