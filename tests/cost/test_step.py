@@ -18,9 +18,12 @@ from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import peak_memory
 from hocket.cost.state import local_parameters
 from hocket.cost.step import StepTimes, step_times
+from hocket.cost.step_problem import StepProblem
 from hocket.cost.terms import Terms, stack_terms, terms
 from hocket.planning.decoder import decoder
+from hocket.schedules.registry import build_schedule
 from hocket.spec.layout import Layout
+from hocket.spec.run import Workload
 from tests.support.columns import layout_columns
 
 GPT = decoder(layers=96, hidden=12288, heads=96, vocab=51200, name="gpt3")
@@ -124,6 +127,35 @@ def test_every_exchange_waits_for_the_cpu() -> None:
         waited = 2 * more[0] * virtual * 16 + 2 * more[0] * 7
         assert some.pipeline[0] - none.pipeline[0] == pytest.approx(waited, rel=1e-3)
     assert price(Layout(tp=8, microbatches=16), 16, 1).exchange[0] == 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt-j-6b", "mixtral-8x7b", "deepseek-v3"])
+def test_tensor_ranks_sum_what_the_list_of_collectives_has(name: str, recompute: str) -> None:
+    """With the embedding's and the head's; a layer that hocket runs again stops before its last."""
+    layout = Layout(tp=4, microbatches=1, recompute=recompute)
+    k = constants("A100-SXM-80", "hocket")
+    platform, model, at = Platform(a100(), k), terms(shape(name)), layout_columns([layout], 1)
+    blocks = [*model.kinds, (one(1), model.embedding), (one(1), model.head)]
+    exposed = sum(
+        count * compute.block_times(block, model, at, one(2048), platform).exposed
+        for count, block in blocks
+    )
+    job = StepProblem(
+        shape=shape(name),
+        layout=layout,
+        workload=Workload(seq_len=2048, global_batch=1),
+        schedule=build_schedule(layout, 1),
+        element_bytes=2,
+        cuda=True,
+    )
+    (sums,) = (
+        row
+        for row in job.communication([0])[0]
+        if (row["name"], row["axis"], row["phase"]) == (ALL_REDUCE, "tp", "microbatch")
+    )
+    each = group(ALL_REDUCE, one(sums["bytes"] / sums["count"]), one(4), one(1), platform)
+    assert exposed == pytest.approx(sums["count"] * each * k.contention * k.tensor_exposed)
 
 
 def test_interleaving_and_zero_bubble_shorten_it() -> None:

@@ -22,6 +22,7 @@ ONE_DEFINITION = {
     "together": "cost.local",
     "tensor_elements": "cost.local",
     "local_matmul": "cost.local",
+    "tensor_sums": "cost.local",
     "visible_share": "cost.local",
     "bucket_members": "cost.communication_table",
     "stage_calls": "cost.communication",

@@ -75,7 +75,8 @@ def test_a_made_mixture_is_the_traced_one(name: str) -> None:
         one, other = (float(operator.attrgetter(field)(block)[0]) for block in (left, right))
         near = 0.15 if name.startswith("mixtral") else 0.5  # no column tells of norms of q and k
         assert one == pytest.approx(other, rel=near), field
-    assert left.reductions == right.reductions == 2
+    assert left.sums[0] + left.expert_sums[0] == 2
+    assert (left.sums, left.expert_sums) == (right.sums, right.expert_sums)
 
 
 def test_latent_attention_is_that_of_deepseek() -> None:

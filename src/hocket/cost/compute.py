@@ -120,11 +120,11 @@ def block_times(
         apart = element * sorting * uneven * tokens / memory + constants.expert_time
         forward, inputs = forward + apart, inputs + apart
 
-    talk, talk_backward, ulysses = _communication(
-        block, model, at, tokens, platform, core=core_forward, rows=tokens * at.cp / seq_len
+    talk, talk_backward, talk_again, ulysses = _communication(
+        block, model, at, tokens, platform, core=core_forward, samples=tokens * at.cp / seq_len
     )
-    reductions = float(block.reductions)
-    waiting = np.where(at.tp > 1, reductions * constants.skew * (at.tp / 8.0) ** 2, 0.0)
+    summed = float(block.sums[0] + block.expert_sums[0])
+    waiting = np.where(at.tp > 1, summed * constants.skew * (at.tp / 8.0) ** 2, 0.0)
     cpu = kernels * constants.kernel_time + waiting
     full, selective = at.recomputes("full"), at.recomputes("core_attn")
     half = np.asarray(constants.selective_halves) > 0
@@ -133,7 +133,7 @@ def block_times(
     for kind, seconds in modules.items():
         again = again + np.where(at.recomputes(kind), seconds, 0.0)
         by_module |= at.recomputes(kind)
-    again = np.where(full, forward + talk, again)
+    again = np.where(full, forward + talk_again, again)
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
     again_cpu = again_cpu + np.where(by_module, 0.3 * cpu, 0.0)
     if not block.layer:
@@ -145,7 +145,7 @@ def block_times(
         forward=_bound(forward + talk, cpu, norm),
         inputs=whole - weights,
         weights=weights,
-        exposed=talk + talk_backward + np.where(full, talk, 0.0),
+        exposed=talk + talk_backward + np.where(full & block.layer, talk_again, 0.0),
         ulysses=ulysses,
     )
 
@@ -206,34 +206,35 @@ def _communication(
     platform: Platform,
     *,
     core: Floats,
-    rows: Floats,
-) -> tuple[Floats, Floats, Floats]:
-    """Seconds of exposed tensor, context and expert communication, forward and backward; and 1
-    where context parallelism is by all-to-alls."""
+    samples: Floats,
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Seconds of exposed tensor, context and expert communication: forward, backward, and forward
+    of a layer that is run again; and 1 where context parallelism is by all-to-alls."""
     constants = platform.constants
     size = constants.element_bytes * tokens * model.hidden
     one = np.ones_like(tokens)
-    whole = group(ALL_REDUCE, size, at.tp, one, platform)
-    if np.any(at.sequence_parallel > 0):
-        pieces = group(ALL_GATHER, size, at.tp, one, platform)
-        pieces = pieces + group(REDUCE_SCATTER, size, at.tp, one, platform)
-        whole = np.where(at.sequence_parallel > 0, pieces, whole)
-    count = np.full(tokens.shape, float(block.reductions))
-    if any(each.expert and each.divided for each in block.weights):
-        # Tensor ranks that divide an expert gather all rows it gets, and reduce-scatter them.
-        sliced = np.where(at.sequence_parallel > 0, model.experts_per_token, 1.0)
-        sliced = np.where(at.expert_tp > 1, sliced, 0.0)
-        routed = np.maximum(block.reductions_dense + sliced, 0.0)
-        count = np.where((at.expert_tp > 1) & (at.sequence_parallel == 0), count, routed)
-    forward = count * whole * constants.contention * constants.tensor_exposed
-    backward = forward
+    sliced = at.sequence_parallel > 0
+    adds = group(ALL_REDUCE, size, at.tp, one, platform)
+    gathers = np.zeros_like(adds)
+    if np.any(sliced):
+        adds = np.where(sliced, group(REDUCE_SCATTER, size, at.tp, one, platform), adds)
+        gathers = np.where(sliced, group(ALL_GATHER, size, at.tp, one, platform), 0.0)
+    exposed = constants.contention * constants.tensor_exposed
+    # Tensor ranks that divide an expert gather all rows it gets, and reduce-scatter them.
+    rows = np.where(sliced, model.experts_per_token, 1.0) * (at.expert_tp > 1)
+    both = zip(block.sums, block.expert_sums, strict=True)
+    leave, enter, kept = (count + rows * of_experts for count, of_experts in both)
+    forward = (leave * adds + enter * gathers) * exposed
+    backward = (enter * adds + leave * gathers) * exposed
+    # hocket stops a layer that is run again before what ends it is summed.
+    left = np.where(np.asarray(constants.eager_saved) > 0, (leave - kept) * adds * exposed, 0.0)
     ulysses = np.zeros(tokens.shape)
     if np.any(at.cp > 1) and block.cores:
         exchange = context_times(block.cores, at, tokens, core, platform)
         forward, backward = forward + exchange.forward, backward + exchange.backward
         ulysses = exchange.ulysses.astype(np.float64)
     if np.any(at.cp > 1) and np.any(block.handed_inputs > 0):
-        line = state_times(block.handed_inputs, block.handed_state, at, rows, platform)
+        line = state_times(block.handed_inputs, block.handed_state, at, samples, platform)
         forward, backward = forward + line, backward + line
     if np.any(at.ep > 1) and block.has_experts:
         over = at.expert_tp < at.tp
@@ -248,4 +249,4 @@ def _communication(
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
         moved = moved * constants.expert_exposed
         forward, backward = forward + moved, backward + moved
-    return forward, backward, ulysses
+    return forward, backward, forward - left, ulysses

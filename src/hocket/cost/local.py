@@ -38,6 +38,20 @@ def stream_ranks(at: Degrees) -> Any:
     return 1 + (at.tp - 1) * (at.sequence_parallel > 0)
 
 
+def tensor_sums(
+    block: BlockShape, *, dense: bool = True, experts: bool = True
+) -> tuple[int, int, int]:
+    """Hidden states that tensor ranks sum in a block and microbatch, of `dense` matmuls, of stacked
+    `experts`: forward, of matmuls split by rows and a split embedding; backward, gradients of what
+    matmuls split by columns and a split head read; and those of a forward that is run again."""
+    products = [p for p in block.products if not p.lora and (experts if p.groups > 1 else dense)]
+    rows = [p for p in products if p.split == "row"]
+    looked_up = block.kind == "embedding" and any(w.split == "vocab" for w in block.weights)
+    head = block.kind == "head" and any(p.split == "vocab" for p in products)
+    entered = {p.input or p.name for p in products if p.split == "column"}
+    return len(rows) + (dense and looked_up), len(entered) + head, sum(not p.ends for p in rows)
+
+
 def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:
     """Matmuls in the order of their first; those that read one tensor and are split equally run as
     one, however a model's code stores their weights."""

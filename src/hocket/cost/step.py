@@ -148,6 +148,7 @@ def step_times(
     first = block_times(model.embedding, model, small, span, platform)
     head_time = spread(_sum(head))
     embedding_time = spread(_sum(first))
+    exposed = exposed + spread(head.exposed + first.exposed)
 
     size = constants.element_bytes * at.microbatch * seq_len / at.cp * model.hidden
     exchange = _exchange(size, at, platform)

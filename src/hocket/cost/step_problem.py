@@ -20,6 +20,7 @@ from hocket.cost.local import (
     stacked_experts,
     stream_ranks,
     tensor_elements,
+    tensor_sums,
 )
 from hocket.cost.measured_rates import BYTES
 from hocket.cost.measured_stage import (
@@ -125,36 +126,20 @@ class StepProblem:
     def share(self, stage: int) -> StageShare:
         """What a tensor rank holds of a stage, as far as it makes it communicate."""
         blocks, tp = self.blocks(stage), self.layout.tp
-        forward = backward = 0
-        split_loss = False
-        for kind in blocks if tp > 1 else ():
-            block = self.shape.blocks[kind]
-            products = [p for p in block.products if not p.lora]
-            if self.layout.etp is not None:  # experts are whole: nothing of theirs is summed
-                products = [p for p in products if p.groups == 1]
-            forward += sum(p.split == "row" for p in products)
-            backward += len({p.input or p.name for p in products if p.split == "column"})
-            if kind == "embedding":
-                forward += any(w.split == "vocab" for w in block.weights)
-            if kind == "head" and any(p.split == "vocab" for p in block.products):
-                backward += 1
-                split_loss = True
-        again = self.again(stage, "full") if tp > 1 else []
-        rows = [
-            p
-            for kind in again
-            for p in self.shape.blocks[kind].products
-            if p.split == "row" and not p.lora
-            if p.groups == 1 or self.layout.etp is None
-        ]
-        repeated = sum(not p.ends for p in rows)
+        whole = self.layout.etp is not None  # experts are: nothing of theirs is summed
+        once, again = (
+            [tensor_sums(self.shape.blocks[kind], experts=not whole) for kind in kinds if tp > 1]
+            for kinds in (blocks, self.again(stage, "full"))
+        )
+        forward, backward = (sum(each[way] for each in once) for way in (0, 1))
+        entered, repeated = (sum(each[way] for each in again) for way in (0, 2))
+        logits, one = self.shape.blocks["head"].products, (self.shape.hidden,)
         entries, exits = self._untouched(blocks) if tp > 1 else (0, 0)
         sums: dict[str, Any] = {
             "forward_sums": forward, "repeated_sums": repeated,
             "backward_sums": backward - entries,
         }  # fmt: skip
         if tp > 1 and self.layout.sequence_parallel:
-            one, entered = (self.shape.hidden,), len(rows)
             # Inputs are gathered once more for the gradients of what is not frozen.
             inputs = 0 if self.adapted else backward
             sums = {
@@ -174,7 +159,7 @@ class StepProblem:
         held = [weight for _, weight in of_blocks]
         return StageShare(
             stage=stage,
-            split_loss=split_loss,
+            split_loss=tp > 1 and "head" in blocks and any(p.split == "vocab" for p in logits),
             gradient_bytes=tuple(
                 tensor_elements(w, tp) * self.gradient_bytes for w in trained_weights(held)
             ),

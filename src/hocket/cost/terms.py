@@ -29,6 +29,7 @@ from hocket.cost.local import (
     matmul_shards,
     stacked_experts,
     stream_ranks,
+    tensor_sums,
     together,
     units_on_rank,
     weight_gradient_operands,
@@ -131,8 +132,7 @@ class BlockTerms:
     Attributes:
         layer: False for the embedding and the head, which are not recomputed.
         handed_inputs, handed_state: of a row, what recurrent layers hand on along the sequence.
-        reductions: partial sums of one forward under tensor parallelism: one for each half-layer.
-        reductions_dense: those of them that are not of routed experts alone.
+        sums, expert_sums: as `cost.local.tensor_sums`, of dense matmuls and of experts.
         forward, backward: elements read and written by memory-bound operations.
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
@@ -153,8 +153,8 @@ class BlockTerms:
     """
 
     layer: bool
-    reductions: int
-    reductions_dense: int
+    sums: tuple[int, int, int]
+    expert_sums: tuple[int, int, int]
     products: tuple[Matmul, ...]
     cores: tuple[Core, ...]
     handed_inputs: Floats
@@ -250,8 +250,8 @@ def structure(model: Terms) -> tuple[Any, ...]:
     blocks = [block for _, block in model.kinds] + [model.embedding, model.head]
     return tuple(
         (
-            b.reductions,
-            b.reductions_dense,
+            b.sums,
+            b.expert_sums,
             tuple((p.split, len(p.shards)) for p in b.products),
             tuple((w.expert, w.divided) for w in b.weights),
             tuple(c.split for c in b.cores),
@@ -398,12 +398,11 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     others = len(products) + len(block.attention)
     operands = (side for _, *both in weight_gradient_operands(block) for side in both)
     rows = block.memory_bound
-    summed_over = [p for p in products if p.split == "row" and not p.lora]
     joint = (OUTSIDE, -min(3.0 * summed, sums))
     return BlockTerms(
         layer=layer,
-        reductions=len({p.name.split(".")[0] for p in summed_over}),
-        reductions_dense=len({p.name.split(".")[0] for p in summed_over if p.groups == 1}),
+        sums=tensor_sums(block, experts=False),
+        expert_sums=tensor_sums(block, dense=False),
         products=tuple(
             Matmul(
                 p.split,

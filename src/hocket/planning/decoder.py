@@ -62,7 +62,7 @@ def decoder(
     blocks = {
         "decoder": BlockShape(
             kind="decoder",
-            products=_products(hidden, kv, ffn, gated),
+            products=_products(hidden, kv, ffn, gated, dropout),
             attention=(_attention(hidden, heads, kv_heads),),
             memory_bound=tuple(_memory_bound(hidden, kv, ffn, gated, dropout)),
             saved=tuple(_saved(hidden, heads, kv, ffn, gated=gated, dropout=dropout)),
@@ -84,7 +84,9 @@ def decoder(
     )
 
 
-def _products(hidden: int, kv: int, ffn: int, gated: bool) -> tuple[MatrixProduct, ...]:
+def _products(
+    hidden: int, kv: int, ffn: int, gated: bool, dropout: bool
+) -> tuple[MatrixProduct, ...]:
     def column(name: str, n: int) -> MatrixProduct:
         return MatrixProduct(name=name, n=n, k=hidden, split="column", input=f"{name}:norm")
 
@@ -94,7 +96,9 @@ def _products(hidden: int, kv: int, ffn: int, gated: bool) -> tuple[MatrixProduc
             name="attention.output", n=hidden, k=hidden, split="row", input="core:attention"
         ),
         column("mlp.up", (2 if gated else 1) * ffn),
-        MatrixProduct(name="mlp.down", n=hidden, k=ffn, split="row", input="mlp:act"),
+        MatrixProduct(
+            name="mlp.down", n=hidden, k=ffn, split="row", input="mlp:act", ends=not dropout
+        ),
     )
 
 

@@ -185,7 +185,7 @@ def _experts(
     def of_experts(n: int, inner: int, split: str, source: str) -> MatrixProduct:
         return MatrixProduct(
             name="mlp.experts", n=n, k=inner, split=split, count=k, groups=experts, input=source,
-            bare=True,
+            bare=True, ends=split == "row" and not shared,
         )  # fmt: skip
 
     products = [p for p in block.products if not p.name.startswith("mlp")]
@@ -233,7 +233,7 @@ def _experts(
         products += [
             _column("mlp.shared_experts.up", 2 * shared, h, "norm:up"),
             MatrixProduct(name="mlp.shared_experts.down", n=h, k=shared, split="row",
-                          input="mlp.shared_experts:mul"),
+                          input="mlp.shared_experts:mul", ends=True),
         ]  # fmt: skip
         bound.append(MemoryBound(name="mlp.shared_experts", forward=3.0 * shared,
                                  backward=5.0 * shared, split="inside"))  # fmt: skip
