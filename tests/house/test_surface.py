@@ -112,7 +112,7 @@ FLAGS = {
         "explain", "links", "emit", "source", "price_list", "dtype", "grad_dtype", "stack",
         "lora_rank", "lora_targets", "quantize_base", "optimizer", "save_seconds",
         "restart_seconds", "failures",
-        "repair_hours", "expert_imbalance", "html",
+        "repair_hours", "expert_imbalance", "mtp_layers", "html",
         "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},

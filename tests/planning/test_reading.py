@@ -314,9 +314,10 @@ def test_what_is_no_whole_number_is_rejected(value: object) -> None:
 
 def test_megatrons_layouts() -> None:
     assert megatron_layers("Et*9|t*9|t*8|t*6L") == (9, 9, 8, 6)
+    assert megatron_layers("Et*2|tmL") == (2, 1)
     assert megatron_layers("'Ettt|(tt|)*3tL'") == (3, 2, 2, 2, 1)
     with pytest.raises(OptionError, match="not read"):
-        megatron_layers("Et|tmL")
+        megatron_layers("Etm|tL")
 
 
 def test_edits_keep_what_they_do_not_change() -> None:

@@ -100,7 +100,7 @@ TOPICS = {
     )),
     "cost": ("prices, failures, imbalance of experts", (
         "price_list", "save_seconds", "restart_seconds", "failures", "repair_hours",
-        "expert_imbalance",
+        "expert_imbalance", "mtp_layers",
     )),
     "matrix": ("many jobs at once", (
         "matrix", "quick", "models", "types", "schedules", "options",

@@ -77,6 +77,8 @@ class PlanFlags:
         repair_hours: hours until a failed node is back (default: 24).
         expert_imbalance: tokens of the expert rank that gets most, over the mean, where experts are
             divided over ranks; 1 is even routing (default: 1.5).
+        mtp_layers: layers for multi-token prediction behind the last layer, as Megatron-Core and
+            Megatron-Bridge train them (default: none).
         html: page to write: layouts to sort, memory, pipeline, what would change the answer.
         json: print one JSON object; with --emit it contains that text as well.
         serve: size a service instead of a training step.
@@ -128,6 +130,7 @@ class PlanFlags:
     failures: Number = None
     repair_hours: Number = None
     expert_imbalance: Number = None
+    mtp_layers: Count = None
     html: File = None
     json: bool = False
     serve: bool = False
@@ -170,6 +173,7 @@ TRAINING = (
     "restart_seconds",
     "failures",
     "repair_hours",
+    "mtp_layers",
 )
 """Flags that mean nothing with --serve."""
 
@@ -234,6 +238,7 @@ def main(arguments: Sequence[str]) -> int:
         failures=flags.failures,
         repair_hours=flags.repair_hours,
         expert_imbalance=flags.expert_imbalance,
+        mtp_layers=flags.mtp_layers,
     )
     if flags.json:
         import json

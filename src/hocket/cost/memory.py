@@ -103,8 +103,14 @@ def peak_memory(
         layer_weights = _sum(layer_weights, _times(layer, count))
         largest = _larger(largest[0], layer[0]), _larger(largest[1], layer[1])
     ends = _local(model.embedding, at), _local(model.head, at)
+    of_prediction, behind = np.zeros(shape), (none, none)
+    for count, block in model.prediction:  # layers of the last stage
+        of_prediction = count * tokens * saved_bytes(block, model, at, seq_len, constants)[1]
+        layer = _local(block, at)
+        behind = _times(layer, count)
+        largest = _larger(largest[0], layer[0]), _larger(largest[1], layer[1])
     flight = _in_flight(at)
-    logits = _end(model.head, at, constants) * tokens
+    logits = _end(model.head, at, constants) * tokens * (1 + model.predictions)
     single = np.minimum(_outputs(model.head, at, constants) * tokens, logits)
     looked_up = _end(model.embedding, at, constants) * tokens
 
@@ -114,6 +120,12 @@ def peak_memory(
     first = _sum(_times(layer_weights, begin), ends[0])
     first = _sum(first, _times(ends[1], np.where(bent | alone, 1.0, 0.0)))
     last = _sum(_times(layer_weights, end), _times(ends[1], np.where(bent, 0.0, 1.0)))
+    if model.prediction:
+        first = _sum(first, _times(behind, np.where(bent | (at.pp == 1), 1.0, 0.0)))
+        last = _sum(last, _times(behind, np.where(bent, 0.0, 1.0)))
+        # The embedding of the tokens ahead, where the last stage has none.
+        again = (at.pp > 1) & ~bent & (model.tied == 0)
+        last = _sum(last, _times(ends[0], np.where(again, 1.0, 0.0)))
     middle = _times(layer_weights, np.where(at.pp > 2, stage, 0.0))
     freed = np.asarray(constants.logits_in_place) > 0  # before the last layer is made again
 
@@ -124,6 +136,7 @@ def peak_memory(
     turn = 0.5 / np.maximum(np.minimum(at.pp, at.microbatches), 1.0)  # ZB-V: one of all in flight
     waits = np.where(bent, ranks.bent * turn, ranks.first) / model.layers
     saved_first = saved_first + remade * waits
+    saved_first = saved_first + np.where(bent | (at.pp == 1), of_prediction, 0.0)
     # A stage's output stays until its own gradient comes; stages that take turns post two receives.
     sent = _stream(model, at, constants) * tokens * np.where(freed & (at.pp > 1), 1.0, 0.0)
     ends_first = looked_up * flight
@@ -134,6 +147,7 @@ def peak_memory(
     waiting = np.maximum(saved + (late - 1) * deferred, late * deferred)
     waiting = np.where(bent, np.maximum(saved * late, (late - 0.5) * deferred), waiting)
     saved_last = end * np.where(freed & (split | bent), waiting, saved * late)
+    saved_last = saved_last + np.where(bent, 0.0, late * of_prediction)
     more = np.where(split, single, np.where(whole, logits, 0.0)) * (late - 1)
     left = np.where(bent | (freed == 0), 0.0, more)
     of_logits = np.where(freed, logits + more, logits * (late + 1) / 2)

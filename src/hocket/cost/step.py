@@ -147,6 +147,11 @@ def step_times(
     head = block_times(model.head, model, small, span, platform)
     first = block_times(model.embedding, model, small, span, platform)
     head_time = spread(_sum(head))
+    ends = local_trained(model.embedding, at) + local_trained(model.head, at)
+    for count, block in model.prediction:  # each has the head once more
+        times = block_times(block, model, small, span, platform)
+        head_time = head_time + count * spread(_sum(times) + _sum(head))
+        ends = ends + local_trained(block, at).times(count)
     embedding_time = spread(_sum(first))
     exposed = exposed + spread(head.exposed + first.exposed)
 
@@ -172,7 +177,6 @@ def step_times(
     pipeline = np.where(no_bubble, m * slowest + np.where(both, (p - 1) / 2 * forward, 0), pipeline)
     pipeline = np.where(at.schedule == SCHEDULES.index("sequential"), m * fill, pipeline)
 
-    ends = local_trained(model.embedding, at) + local_trained(model.head, at)
     tied = np.where((model.tied > 0) & (p == 1), 0.5, 1.0)
     held = trained.times(per_stage) + ends.times(tied * np.where((p > 1) & ~both, 0.5, 1.0))
     data, again = _data_parallel(held, at, platform)
@@ -343,7 +347,7 @@ def _data_parallel(held: Parameters, at: Layouts, platform: Platform) -> tuple[F
 
 
 def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
-    """Gradients of tied embeddings, between the first and the last stage."""
+    """Gradients of embeddings that the first and the last stage hold."""
     constants = platform.constants
     size = constants.gradient_bytes * local_trained(model.head, at).total
     apart = stride("embedding", at)
@@ -351,7 +355,7 @@ def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
     crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain
     away = np.where(crossing, machine.domain, np.minimum(apart, machine.domain - 1))
     time = point_to_point(size, away, platform)
-    return np.where((at.pp > 1) & (model.tied > 0), time, 0.0)
+    return np.where((at.pp > 1) & ((model.tied > 0) | (model.predictions > 0)), time, 0.0)
 
 
 def _exchange(size: Floats, at: Layouts, platform: Platform) -> Floats:

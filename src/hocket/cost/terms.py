@@ -35,7 +35,7 @@ from hocket.cost.local import (
     weight_gradient_operands,
 )
 from hocket.cost.recomputed import freed, freed_fused, latent
-from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape
+from hocket.spec.model_shape import PREDICTION, BlockShape, MatrixProduct, ModelShape
 from hocket.spec.recompute import MADE_AGAIN
 
 Floats = NDArray[np.float64]
@@ -197,6 +197,14 @@ class Terms:
     kinds: tuple[tuple[Floats, BlockTerms], ...]
     embedding: BlockTerms
     head: BlockTerms
+    prediction: tuple[tuple[Floats, BlockTerms], ...]
+    """Layers for multi-token prediction, behind the last one: as `kinds`; none, or one kind."""
+
+    @property
+    def predictions(self) -> Floats:
+        """Layers for multi-token prediction, [r]."""
+        found: Floats = sum((count for count, _ in self.prediction), np.zeros_like(self.hidden))
+        return found
 
 
 def terms(shape: ModelShape, *, eager: bool = False) -> Terms:
@@ -218,6 +226,14 @@ def terms(shape: ModelShape, *, eager: bool = False) -> Terms:
         kinds=kinds,
         embedding=_block(shape.blocks["embedding"], eager=eager),
         head=_block(shape.blocks["head"], eager=eager),
+        prediction=(
+            (
+                _one(shape.prediction_layers),
+                _block(shape.blocks[PREDICTION], layer=True, eager=eager),
+            ),
+        )
+        if shape.prediction_layers
+        else (),
     )
 
 
@@ -247,7 +263,8 @@ def _one(value: float) -> Floats:
 
 def structure(model: Terms) -> tuple[Any, ...]:
     """What must be equal for `stack_terms`."""
-    blocks = [block for _, block in model.kinds] + [model.embedding, model.head]
+    blocks = [block for _, block in (*model.kinds, *model.prediction)]
+    blocks += [model.embedding, model.head]
     return tuple(
         (
             b.sums,

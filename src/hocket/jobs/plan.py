@@ -53,6 +53,7 @@ def plan_training(
     failures: float | None = None,
     repair_hours: float | None = None,
     expert_imbalance: float | None = None,
+    mtp_layers: int | None = None,
     by_hocket: bool = True,
 ) -> TrainingPlan:
     """The best layouts of a model on a cluster, or one layout estimated.
@@ -83,6 +84,7 @@ def plan_training(
         restart_seconds: from a failure to the next step. failures: per GPU and hour. repair_hours:
             until a failed node is back. None: the defaults of `planning.goodput`.
         expert_imbalance: tokens of the expert rank that gets most, over the mean. None: 1.5.
+        mtp_layers: layers for multi-token prediction, of `stack`. None: none.
         by_hocket: False: other software runs the layouts; without `stack` by Megatron-Core's
             constants.
 
@@ -130,6 +132,11 @@ def plan_training(
                 f"--expert-imbalance is {expert_imbalance:g}; CPU runs are predicted with even "
                 "routing alone",
                 hint="leave --expert-imbalance out",
+            )
+        if mtp_layers:
+            raise OptionError(
+                f"--mtp-layers is {mtp_layers}; hocket trains no layers for multi-token prediction",
+                hint="leave --mtp-layers out",
             )
         if grad_dtype not in (None, "fp32"):
             raise OptionError(
@@ -184,6 +191,7 @@ def plan_training(
         quantize_base=quantize_base,
         optimizer=optimizer,
         expert_imbalance=expert_imbalance,
+        mtp_layers=mtp_layers,
     )
     for limit in limits:
         if problem.precision not in limit.precisions:
@@ -209,7 +217,7 @@ def plan_training(
     if positions is not None and seq_len > positions:
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
         found = dataclasses.replace(found, notes=(*found.notes, note))
-    if note := prediction_note(os.fspath(model)):
+    if not mtp_layers and (note := prediction_note(os.fspath(model))):
         found = dataclasses.replace(found, notes=(*found.notes, note))
     if any(one.layout.ep > 1 for one in (*found.layouts, *found.unsupported_layouts)):
         note = (

@@ -99,6 +99,7 @@ def plan_from(
     asked: dict[str, Any] = {
         "cluster": cluster, "seq_len": length, "global_batch": batch, "stack": stack,
         "precision": precision or found.precision, "by_hocket": False,
+        "mtp_layers": found.predictions,
     }  # fmt: skip
     if found.world is not None and found.world != gpus:
         raise OptionError(

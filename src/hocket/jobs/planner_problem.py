@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hocket.spec.errors import OptionError
 from hocket.spec.global_batch import default_global_batch
 from hocket.spec.prediction_layers import prediction_layers
 
@@ -39,6 +40,7 @@ def training_problem(
     quantize_base: str | None = None,
     optimizer: str | None = None,
     expert_imbalance: float | None = None,
+    mtp_layers: int | None = None,
 ) -> Problem:
     """What the planner is asked of one model, cluster and batch on GPUs.
 
@@ -46,14 +48,17 @@ def training_problem(
         stack and limits it is hocket itself that runs them.
 
     Raises:
-        OptionError: a precision that the GPU lacks, or adapters that the model cannot have.
+        OptionError: a precision that the GPU lacks, adapters that the model cannot have, or layers
+            for multi-token prediction with software that does not train them.
     """
     from hocket.cost.adapters import of_options
     from hocket.planning.problem import EXPERT_IMBALANCE, OWN, STACK, Problem
     from hocket.planning.tools.limits import division
 
+    _require_prediction(mtp_layers, limits, lora_rank)
+    predicting = shape.on_gpu().with_prediction(mtp_layers or 0)
     return Problem(
-        shape=of_options(shape.on_gpu(), lora_rank, lora_targets, quantize_base),
+        shape=of_options(predicting, lora_rank, lora_targets, quantize_base),
         cluster=cluster,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -66,6 +71,38 @@ def training_problem(
         model_type=model_type,
         expert_imbalance=EXPERT_IMBALANCE if expert_imbalance is None else expert_imbalance,
     )
+
+
+MOST_PREDICTION = 16
+"""Layers for multi-token prediction; published models have one or two."""
+
+
+def _require_prediction(
+    layers: int | None, limits: tuple[ToolLimits, ...], lora_rank: int | None
+) -> None:
+    """Raises OptionError where nobody trains so many layers for multi-token prediction."""
+    if layers is None:
+        return
+    if not 0 <= layers <= MOST_PREDICTION:
+        raise OptionError(
+            f"--mtp-layers is {layers}; it is a number from 0 to {MOST_PREDICTION}",
+            hint="--mtp-layers 1",
+        )
+    if layers and lora_rank is not None:
+        raise OptionError(
+            "--mtp-layers with --lora-rank: adapters are planned without multi-token prediction",
+            hint="leave --mtp-layers out",
+        )
+    without = (
+        "hocket"
+        if not limits
+        else next((one.software for one in limits if not one.predictions), None)
+    )
+    if layers and without is not None:
+        raise OptionError(
+            f"--mtp-layers is {layers}; {without} trains no layers for multi-token prediction",
+            hint="--stack megatron-core, or --stack nemo",
+        )
 
 
 PLANNED_SEQ_LEN = 4096
@@ -216,10 +253,13 @@ def positions_of(model: str) -> int | None:
 
 
 def prediction_note(model: str) -> str:
-    """That a plan is without the layers of multi-token prediction; empty where there are none."""
+    """That a plan is without the layers for multi-token prediction; empty where there are none."""
     if not prediction_layers(_known_config(model)):
         return ""
-    return "The plan is without the layer for multi-token prediction, which hocket does not train."
+    return (
+        "The plan is without the layer for multi-token prediction, which hocket does not train; "
+        "with --stack megatron-core --mtp-layers 1 it is counted."
+    )
 
 
 def _known_config(model: str) -> Mapping[str, Any]:

@@ -89,7 +89,7 @@ _INTERNEVO = ToolLimits(
 )
 _MEGASCALE = dataclasses.replace(
     MEGATRON, software="MegaScale", axes=_DENSE, zero=(0, 1, 2), any_split=False,
-    offload=("none",), precisions=("bf16", "fp16"),
+    offload=("none",), precisions=("bf16", "fp16"), predictions=False,
 )  # fmt: skip
 
 STACKS: dict[str, Stack] = {

@@ -41,6 +41,8 @@ from hocket.spec.cut import Cut, choose_cut, matmul_cost
 
 SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
 VIEWS = ("fused", "core", "eager", "both", "shared")
+PREDICTION = "prediction"
+"""The kind of a layer for multi-token prediction."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,6 +269,8 @@ class ModelShape:
         uneven: what is saved does not grow with tokens alone (chunks, states, positions that are
             selected in long sequences): rows of the view `eager` hold for the size that was traced.
         flexible: its own attention (sinks, soft caps) becomes flex attention on a GPU.
+        prediction_layers: layers for multi-token prediction behind the last one, each of the kind
+            `prediction`, with the output head and its loss once more. They are on the last stage.
     """
 
     name: str
@@ -281,6 +285,7 @@ class ModelShape:
     experts_per_token: int = 0
     uneven: bool = False
     flexible: bool = False
+    prediction_layers: int = 0
 
     def on_gpu(self) -> ModelShape:
         """Without the scores that its own attention computes and saves on a CPU alone."""
@@ -321,6 +326,41 @@ class ModelShape:
         blocks = {kind: enlarged(block) for kind, block in self.blocks.items()}
         return dataclasses.replace(self, blocks=blocks)
 
+    def with_prediction(self, layers: int) -> ModelShape:
+        """With layers for multi-token prediction (DeepSeek-V3, Liu et al. 2024, section 2.2): each
+        projects hidden states and the embeddings of the tokens ahead, [2H, H], into a layer as the
+        model's last one, which the embedding and the output head serve too."""
+        if not layers:
+            return self
+        last, h = self.blocks[self.layers[-1]], self.hidden
+        name = f"{PREDICTION}.projection"
+        block = dataclasses.replace(
+            last,
+            kind=PREDICTION,
+            products=(
+                MatrixProduct(name=name, n=h, k=2 * h, split="column", input=PREDICTION),
+                *last.products,
+            ),
+            memory_bound=(
+                # The norms of both and their concatenation.
+                MemoryBound(name=PREDICTION, forward=6.0 * h, backward=8.0 * h, split="outside",
+                            kernels=3, backward_kernels=3),
+                *last.memory_bound,
+            ),
+            saved=(
+                Saved(name=PREDICTION, bytes=4.0 * h, split="outside"),
+                Saved(name=f"{name} input", bytes=4.0 * h, split="outside"),
+                *last.saved,
+            ),
+            weights=(
+                Weight(name=f"{name}.weight", elements=2 * h * h, split="column", units=h),
+                Weight(name=f"{PREDICTION}.norms", elements=2 * h, split="outside"),
+                *last.weights,
+            ),
+        )  # fmt: skip
+        blocks = {**self.blocks, PREDICTION: block}
+        return dataclasses.replace(self, blocks=blocks, prediction_layers=layers)
+
     @property
     def handed_width(self) -> int:
         """Earlier inputs that the widest convolution along the sequence reads; 0: there is none."""
@@ -334,9 +374,14 @@ class ModelShape:
         return not self.uneven and all(self.blocks[kind].attention for kind in self.layers)
 
     @property
+    def _all_layers(self) -> tuple[str, ...]:
+        """With those for multi-token prediction."""
+        return (*self.layers, *(PREDICTION,) * self.prediction_layers)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, tied ones once."""
-        total = sum(self.blocks[kind].num_parameters for kind in self.layers)
+        total = sum(self.blocks[kind].num_parameters for kind in self._all_layers)
         embedding, head = self.blocks["embedding"].weights, self.blocks["head"].weights
         held = {weight.name for weight in embedding}
         total += sum(weight.elements for weight in embedding)
@@ -345,7 +390,7 @@ class ModelShape:
     @property
     def num_trained(self) -> int:
         """Parameters that are trained, tied ones once; all, unless some are frozen."""
-        total = sum(self.blocks[kind].num_trained for kind in self.layers)
+        total = sum(self.blocks[kind].num_trained for kind in self._all_layers)
         ends = [w for kind in ("embedding", "head") for w in self.blocks[kind].weights]
         return total + sum({w.name: w.elements for w in ends if not w.frozen}.values())
 
@@ -365,7 +410,8 @@ class ModelShape:
         costs = {kind: cost(kind) for kind in self.blocks}
         return {
             "layer_costs": tuple(costs[kind] for kind in self.layers),
-            "after_cost": costs["head"],
+            "after_cost": costs["head"]
+            + self.prediction_layers * (costs.get(PREDICTION, 0.0) + costs["head"]),
         }
 
     def flops_per_token(
@@ -381,7 +427,8 @@ class ModelShape:
             causal: whether masked positions are left out; many published figures count them.
             backward: False for the forward alone.
         """
-        blocks = [self.blocks[kind] for kind in (*self.layers, "head", "embedding")]
+        heads = ("head",) * (1 + self.prediction_layers)
+        blocks = [self.blocks[kind] for kind in (*self._all_layers, *heads, "embedding")]
         total = sum(block_flops(block, sequence, causal) for block in blocks)
         if not backward:
             return total

@@ -29,6 +29,7 @@ class ToolConfiguration:
         accumulation: microbatches of a data rank and step.
         layers_per_stage: where the number of stages follows from the model's layers.
         model: the tool's name of the model; precision: of matrix products.
+        predictions: layers for multi-token prediction.
         quantization: of a server's weights, as `planning.service.stored` names it.
         unread: keys that have no meaning here, with their values. notes: what a reader should know.
     """
@@ -45,6 +46,7 @@ class ToolConfiguration:
     seq_len: int | None = None
     model: str | None = None
     precision: str | None = None
+    predictions: int = 0
     quantization: str | None = None
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ BRIDGE = {
             "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
             "pipeline_model_parallel_layout", "recompute_granularity", "recompute_method",
             "recompute_num_layers", "recompute_modules", "seq_length", "cp_comm_type", "num_layers",
+            "mtp_num_layers",
         )
     },
     "model.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -179,7 +180,7 @@ def _megatron(tool: str, found: dict[str, Any], spelled: dict[str, str]) -> Tool
         if has(f"--{name}-format"):
             precision = name
     micro, batch = number("--micro-batch-size"), number("--global-batch-size")
-    seq = number("--seq-length")
+    seq, predictions = number("--seq-length"), number("--mtp-num-layers", 0) or 0
     world = 1
     for names in (("--nproc_per_node", "--nproc-per-node"), ("--nnodes",)):
         size = next((n for n in names if has(n) and str(found[n]).isdecimal()), None)
@@ -193,13 +194,14 @@ def _megatron(tool: str, found: dict[str, Any], spelled: dict[str, str]) -> Tool
     others = {spelled.get(k, k): v for k, v in found.items() if k not in used}
     return ToolConfiguration(
         tool=tool, fields=fields, instances=instances, world=gpus, microbatch=micro,
-        global_batch=batch, seq_len=seq, precision=precision, unread=unread(others, ()),
-        notes=tuple(notes),
+        global_batch=batch, seq_len=seq, precision=precision, predictions=predictions,
+        unread=unread(others, ()), notes=tuple(notes),
     )  # fmt: skip
 
 
 def megatron_layers(text: str) -> tuple[int, ...]:
-    """Layers of each stage of `Et*9|t*9|(t|)*2tL`. Raises OptionError where it is not read."""
+    """Layers of each stage of `Et*9|t*9|(t|)*2tmL`, without m, those for multi-token prediction,
+    which end the last one. Raises OptionError where it is not read."""
     text = text.strip("'\" ").replace(",", "")
 
     def repeated(match: re.Match[str]) -> str:
@@ -210,8 +212,8 @@ def megatron_layers(text: str) -> tuple[int, ...]:
 
     plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", repeated, text)
     plain = re.sub(r"([tm|])\*(\d{1,4})", repeated, plain)
-    if not re.fullmatch(r"E[t|]*L", plain):
+    if not re.fullmatch(r"E[t|]*m*L", plain):
         raise OptionError(
-            f"the layout {text[:60]!r} is not read: E, stages of t divided by |, and L; no m"
+            f"the layout {text[:60]!r} is not read: E, stages of t divided by |, m before L alone"
         )
     return tuple(stage.count("t") for stage in plain.split("|"))

@@ -33,6 +33,7 @@ class Facts:
         half_of_layers: whether `selective` was estimated as every second layer recomputed
             (torchtitan 0.2), not as attention cores alone (Megatron).
         latent: whether the model has latent attention (MLA).
+        predictions: layers for multi-token prediction.
     """
 
     model: str
@@ -49,13 +50,15 @@ class Facts:
     capability: tuple[int, int] | None = None
     half_of_layers: bool = False
     latent: bool = False
+    predictions: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape, **rest: object) -> Facts:
         """The facts of a model's shape and `rest`."""
         return cls(
             layers=len(shape.layers), heads=shape.heads, kv_heads=shape.kv_heads,
-            experts=shape.experts, latent=has_latent(shape), **rest,  # type: ignore[arg-type]
+            experts=shape.experts, latent=has_latent(shape),
+            predictions=shape.prediction_layers, **rest,  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -95,6 +98,7 @@ class ToolLimits:
         context: exchanges of keys and values over cp.
         shard: whether fewer than all data ranks can share one ZeRO state.
         any_split: whether stages may hold unequal numbers of layers, and which.
+        predictions: whether it trains layers for multi-token prediction.
         rules, layout_rules: everything else.
     """
 
@@ -110,6 +114,7 @@ class ToolLimits:
     context: tuple[str, ...] = ("ring", "ulysses")
     shard: bool = True
     any_split: bool = True
+    predictions: bool = False
     rules: tuple[ToolRule, ...] = ()
     layout_rules: tuple[LayoutRule, ...] = ()
 

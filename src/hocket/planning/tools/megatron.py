@@ -83,6 +83,7 @@ LIMITS = ToolLimits(
     precisions=_PRECISIONS,
     orders=(_DEFAULT, _PIPELINE_FIRST),
     offload=("none", "optimizer"),
+    predictions=True,
     rules=MEGATRON_RULES,
     layout_rules=(
         *_LAYOUT_RULES,
@@ -99,6 +100,7 @@ BRIDGE = ToolLimits(
     recompute=recompute.CHOICES,
     precisions=("bf16", "fp16"),
     orders=(_DEFAULT, _PIPELINE_FIRST),
+    predictions=True,
     rules=MEGATRON_RULES,
     layout_rules=(
         *_LAYOUT_RULES,
@@ -113,9 +115,9 @@ _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def _megatron_stages(job: ToolJob) -> str:
-    """Layers per stage in Megatron's notation: `Et*9|t*9|t*8|t*6L`."""
+    """Layers per stage in Megatron's notation: `Et*9|t*9|t*8|t*6mL` (m: multi-token prediction)."""
     parts = [f"t*{count}" if count else "" for count in job.cut]
-    return "E" + "|".join(parts) + "L"
+    return "E" + "|".join(parts) + "m" * job.facts.predictions + "L"
 
 
 def _pipeline(job: ToolJob) -> tuple[int | None, str | None]:
@@ -188,6 +190,7 @@ def _megatron_flags(job: ToolJob) -> dict[str, Any]:
         "--recompute-modules": None if modules is None else " ".join(modules),
         "--recompute-method": "uniform" if full else None,
         "--recompute-num-layers": 1 if full else None,
+        "--mtp-num-layers": job.facts.predictions or None,
         "--micro-batch-size": job.microbatch,
         "--global-batch-size": job.facts.global_batch,
         "--seq-length": job.facts.seq_len,
@@ -251,6 +254,8 @@ def bridge_values(job: ToolJob) -> dict[str, Any]:
     }
     if modules is not None:
         values["model.recompute_modules"] = modules
+    if job.facts.predictions:
+        values["model.mtp_num_layers"] = job.facts.predictions
     if layout.cp > 1:
         values["model.cp_comm_type"] = {"ring": "p2p", "ulysses": "a2a"}[job.context or "ring"]
     if _late_pipeline(layout):
