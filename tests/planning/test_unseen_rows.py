@@ -23,7 +23,7 @@ LINE = re.compile(r"^\| ([^|]+) \| (?:last|open) \|([^\n]*)\|$", re.M)
 
 def stated(page: str) -> dict[str, list[float]]:
     """Of each source, the numbers of its line."""
-    section = (DOCS / page).read_text().split("## Rows that nobody had seen")[1].split("\n## ")[0]
+    section = (DOCS / page).read_text().split("## Unseen sources")[1].split("\n## ")[0]
     return {
         name: [float(x) for x in re.findall(r"\d+\.?\d*", rest)]
         for name, rest in LINE.findall(section)
