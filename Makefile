@@ -13,9 +13,9 @@ STAMP := $(VENV)/.hocket-installed
 
 # A relative name: the checkout may lie in a folder whose name holds spaces.
 # `make test TESTS=tests/spec` runs a part; `make demo DEMO='--steps 20'` passes flags on.
-# Ranks mostly wait for each other: three files of tests at once keep two cores busy.
+# Ranks mostly wait for each other: two files of tests at once take two thirds of the time.
 TESTS ?=
-JOBS ?= 3
+JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
