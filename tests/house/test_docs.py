@@ -65,8 +65,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The `hocket ...` lines of a page's code, in their order; a line with `...` is no command, nor
-    is one that continues another program's (torchrun, srun)."""
+    """The `hocket ...` lines of a page's code, in their order, without `> FILE`; a line with `...` is
+    no command, nor is one that continues another program's (torchrun, srun)."""
     if page == GENERATED:
         return []
     lines = page.read_text().splitlines()
@@ -82,7 +82,7 @@ def commands(page: Path) -> list[list[str]]:
             and not continued
             and re.match(r"hocket [a-z]", text)
         ):
-            found.append(shlex.split(text)[1:])
+            found.append(shlex.split(text.partition(" > ")[0])[1:])
     return [words for words in found if "..." not in words]
 
 
