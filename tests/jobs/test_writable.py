@@ -16,7 +16,7 @@ Denied = Callable[..., None]
 
 @pytest.fixture
 def denied(monkeypatch: pytest.MonkeyPatch) -> Denied:
-    """Folders that this user may not write to, whoever runs the test."""
+    """Folders that this user may not write to, root included."""
 
     def deny(*folders: Path) -> None:
         monkeypatch.setattr(writable.os, "access", lambda path, mode: Path(path) not in folders)

@@ -80,7 +80,7 @@ MOST_PREDICTION = 16
 def _require_prediction(
     layers: int | None, limits: tuple[ToolLimits, ...], lora_rank: int | None
 ) -> None:
-    """Raises OptionError where nobody trains so many layers for multi-token prediction."""
+    """Raises OptionError where the software trains no such layers, or not so many."""
     if layers is None:
         return
     if not 0 <= layers <= MOST_PREDICTION:

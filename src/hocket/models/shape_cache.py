@@ -26,7 +26,7 @@ def shape_file(spec: RunSpec, size: tuple[int, int] | None = None) -> Path:
     `size`, where that is kept of a model whose shape depends on it."""
     frozen = spec.options.lora_rank is not None
     inputs = [spec.config, spec.workload.dtype, spec.options.dropout, frozen, size]
-    return computed_file("shapes", inputs, "models")
+    return computed_file("shapes", inputs, "models", "spec")
 
 
 def read_shape(file: Path) -> ModelShape | None:

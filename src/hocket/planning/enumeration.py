@@ -323,7 +323,7 @@ def _allowed(
     if zero and "zero" not in pins and "params" not in pins.get("offload", "none"):
         keep = keep & (math.prod(base[axis] for axis in space.sharing) > 1)
     if zero == 2 and "zero" not in pins:
-        # Of a pipeline's many microbatches every one would be summed apart; nobody does that.
+        # Of a pipeline's many microbatches every one would be summed apart.
         keep = keep & ((m == 1) | ~piped)
     if parallel:
         keep = keep & legality.slices(seq_len, base["cp"], base["tp"])

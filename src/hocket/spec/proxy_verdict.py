@@ -14,7 +14,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
 from hocket.spec.user_cache import computed_file
 
-_JUDGES = "models", "ranks", "runtime", "serving", "training"
+_JUDGES = "models", "ranks", "runtime", "serving", "spec", "training"
 """Packages whose code decides whether a model can be cut, split, packed and served."""
 
 _IRRELEVANT = (
