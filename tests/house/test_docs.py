@@ -65,7 +65,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The `hocket ...` lines of a page's code, in their order, without `> FILE`; a line with `...` is
+    """The `hocket ...` lines of a page, in their order, without `> FILE`; a line with `...` is
     no command, nor is one that continues another program's (torchrun, srun)."""
     if page == GENERATED:
         return []
