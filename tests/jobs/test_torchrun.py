@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ROOT
+from tests.support.ports import free_ports
 from tests.support.runs import job, losses, text_in
 
 pytestmark = [
@@ -35,8 +35,7 @@ class Agents:
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder, self.words = folder, words
         self.started: list[subprocess.Popen[bytes]] = []
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
+        self.port = free_ports(1)
 
     def start(self, ranks: int) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN and "SLURM" not in k}
@@ -190,8 +189,7 @@ sys.exit(main(sys.argv[1:]))
 def test_ranks_wait_for_data_as_long_as_rank_0_prepares_it(tmp_path: Path) -> None:
     """Longer than they wait for the store: tokenizing, or a checksum of all tokens, takes hours."""
     text_in(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_ports(1)
     environment = {k: v for k, v in os.environ.items() if k not in FOREIGN and "SLURM" not in k}
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

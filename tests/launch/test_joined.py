@@ -17,6 +17,7 @@ from hocket.launch import joined_context
 from hocket.launch.joined import first_host
 from hocket.spec.errors import LayoutError, RankFailure
 from tests.ranks import ROOT
+from tests.support.ports import free_ports
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 SRUN = {
@@ -139,8 +140,7 @@ def test_a_rank_0_that_never_opens_the_store_of_torchrun_is_reported() -> None:
 @pytest.mark.timeout(220)
 def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
     """Two machines as far as PyTorch is concerned: each agent has one of the two ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_ports(1)
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     agents = [
@@ -175,8 +175,7 @@ def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -> None:
     """Without a parent of ours, on a backend that behaves as NCCL's: its watchdog would take a
     minute."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_ports(1)
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -211,8 +210,7 @@ def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -
 @pytest.mark.ranks
 def test_a_rank_that_loses_a_killed_one_names_it() -> None:
     """With host and port, and without a file of Gloo's source."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_ports(1)
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
@@ -273,8 +271,7 @@ else:
 )
 def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: float) -> None:
     """As a frozen host, while rank 0 prepares; one that waits in the store is not silent."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_ports(1)
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from tests.house.test_docs import PAGES, ROOT, commands, shape
 from tests.hub_server import TOKEN, Repo, folder, serving
+from tests.support.ports import free_ports
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(HERE.glob("*.sh"))
@@ -74,10 +74,8 @@ def test_the_path_ends_where_it_leads(script: Path, tmp_path: Path) -> None:
         {"role": "assistant", "content": "Good day. " * 40},
     ]
     (work / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 4000)
-    with socket.socket() as free, contextlib.ExitStack() as stack:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = free_ports(2)  # the second is that of the server's metrics
+    with contextlib.ExitStack() as stack:
         hub = stack.enter_context(serving(hub_of(tmp_path)))
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
