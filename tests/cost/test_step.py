@@ -307,7 +307,7 @@ def test_constants_are_few_and_explained() -> None:
 
 SWITCHES = {
     "flash", "scatter_gather", "sharded_calls", "per_layer_state", "overlap_gradients",
-    "launch_norm", "whole_gradients", "fused_gradients", "once_per_node", "expert_outputs",
+    "launch_norm", "whole_gradients", "fused_gradients", "merged_copies", "expert_outputs",
     "quantized_inputs", "selective_halves", "cast_bytes",
 }  # fmt: skip
 """What a stack does, not how well: no number that a fit could move."""

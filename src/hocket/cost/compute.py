@@ -240,10 +240,10 @@ def _communication(
         over = at.expert_tp < at.tp
         apart = stride("expert", at)
         nodes = np.maximum(at.ep * apart / platform.machine.domain, 1.0)
-        places = np.where((nodes > 1) | (np.asarray(constants.once_per_node) < 2), nodes, at.ep)
+        places = np.where((nodes > 1) | (np.asarray(constants.merged_copies) < 2), nodes, at.ep)
         chosen = np.maximum(model.experts_per_token, 1.0)
         reached = places * (1 - (1 - 1 / places) ** chosen) / chosen
-        once = (np.asarray(constants.once_per_node) > 0) & (places > 1)
+        once = (np.asarray(constants.merged_copies) > 0) & (places > 1)
         copies = model.experts_per_token * np.where(once, reached, 1.0)
         sent = imbalance_of(at, constants) * size * copies / np.where(over, at.tp, stream_ranks(at))
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)

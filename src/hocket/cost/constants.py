@@ -79,8 +79,8 @@ class Constants:
         overlap_gradients: gradients are reduced during the last backward.
         fused_gradients: products of gradients add to the sum themselves, no kernel apart: 1 those
             of 32 bits, 2 all.
-        once_per_node: a token that several experts of one node get crosses the network once; 2: and
-            goes once to each rank of a node.
+        merged_copies: copies of a token, one for each of its experts, that are sent as one: 0 none,
+            1 those that cross the network to one node, 2 also those to one rank of a node.
         launch_norm: 8 where the CPU runs ahead of the GPU, 1 where the stack waits for it.
         tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the
             stack does not overlap it).
@@ -138,7 +138,7 @@ class Constants:
     expert_passes: Any
     expert_time: Any
     expert_exposed: Any
-    once_per_node: Any
+    merged_copies: Any
     expert_outputs: Any
     quantized_inputs: Any
     eager_saved: Any

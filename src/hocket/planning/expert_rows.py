@@ -89,7 +89,7 @@ def with_dispatch(values: Constants, row: Mapping[str, str]) -> Constants:
     dispatcher, overlap = row.get("dispatcher", "").lower(), row.get("overlap", "").lower()
     graph = row.get("cuda_graph", "").strip().lower()
     if dispatcher:
-        changes["once_per_node"] = 2.0 if re.search("flex|deepep", dispatcher) else 0.0
+        changes["merged_copies"] = 2.0 if re.search("flex|deepep", dispatcher) else 0.0
     if re.search(r"\bep (a2a|all)|moe overlap", overlap) and "no ep overlap" not in overlap:
         changes["expert_exposed"] = OVERLAPPED
     elif dispatcher:
