@@ -133,6 +133,31 @@ def test_multiples_are_kept_for_good(tmp_path: Path) -> None:
     assert [p.name[-1] for p in words.checkpoints(tmp_path)] == ["8", "6", "3"]
 
 
+def test_a_damaged_checkpoint_is_not_one_of_those_that_stay(tmp_path: Path) -> None:
+    """Else it would stay in place of the whole one, and the next damage would leave none. Saves by
+    time do not come back to its step."""
+    for step in (2, 4, 6):
+        path = save(tmp_path, Held(step), step)
+    flip(path / "rank-00000.safetensors", -1)
+    found = load(tmp_path, Held(9))
+    assert (found.step, list(found.damaged)) == (4, ["step-000006"])
+    path = save(tmp_path, Held(7), 7, damaged=found.damaged)
+    assert [p.name for p in words.checkpoints(tmp_path)] == ["step-000007", "step-000004"]
+    flip(path / "rank-00000.safetensors", -1)
+    assert load(tmp_path, Held(9)).step == 4
+    save(tmp_path, Held(8), 7, damaged=["step-000007"])  # its step again: replaced, and whole
+    assert load(tmp_path, Held(9)).step == 7
+
+
+def test_a_damaged_checkpoint_newer_than_the_next_one_goes_too(tmp_path: Path) -> None:
+    save(tmp_path, Held(1), 2)
+    path = save(tmp_path, Held(2), 9)
+    flip(path / "rank-00000.safetensors", -1)
+    found = load(tmp_path, Held(9))
+    save(tmp_path, Held(3), 5, damaged=found.damaged)
+    assert [p.name for p in words.checkpoints(tmp_path)] == ["step-000005", "step-000002"]
+
+
 def test_a_step_saved_again_replaces_itself(tmp_path: Path) -> None:
     save(tmp_path, Held(1), 4)
     held = Held(2)

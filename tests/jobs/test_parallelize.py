@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +213,23 @@ def test_the_state_of_another_models_optimizer_is_not_dropped(tmp_path) -> None:
     own.step()
     parallel.save_checkpoint(tmp_path / "saved", own)
     parallel.load_checkpoint(tmp_path / "saved", own)
+
+
+@pytest.mark.torch
+def test_a_damaged_checkpoint_does_not_stay_in_place_of_a_whole_one(tmp_path: Path) -> None:
+    import hocket
+    from hocket.spec.checkpoint import checkpoints
+    from tests.jobs.cases import _llama
+
+    parallel = hocket.parallelize(_llama(), "dp1")
+    for parallel.step in (3, 5):
+        path = parallel.save_checkpoint(tmp_path)
+    (path / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-000005"):
+        parallel.load_checkpoint(tmp_path)
+    parallel.step = 7
+    parallel.save_checkpoint(tmp_path)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000007", "step-000003"]
 
 
 @pytest.mark.torch

@@ -11,6 +11,7 @@ import pytest
 
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.restart import run_with_restarts
+from hocket.spec.checkpoint import checkpoints
 from hocket.spec.errors import (
     CheckpointError,
     OptionError,
@@ -127,6 +128,20 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, whole: Whole) -> No
         summary = job(tmp_path, f"cut-{step}", "dp2:zero=1", [fault])
         assert summary.restarts
         assert weights(tmp_path, f"cut-{step}") == weights(tmp_path, "whole")
+
+
+def test_a_whole_checkpoint_stays_where_the_newer_one_is_damaged(tmp_path: Path) -> None:
+    """The damaged one is of the last step, which no later save has: it is not one of the two."""
+    job(tmp_path, "run", "dp2", steps=5, save_every=2)
+    saved = tmp_path / "run" / "checkpoints"
+    shard = saved / "step-000005" / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 16
+    shard.write_bytes(data)
+    notes: list[str] = []
+    job(tmp_path, "run", "dp2", notes=notes, resume=True, steps=6, save_every=3)
+    assert any("step-000005" in note for note in notes)
+    assert [path.name for path in checkpoints(saved)] == ["step-000006", "step-000004"]
 
 
 def test_a_fork_server_that_was_killed_is_started_again(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class Restored:
         cursor, extra: as given to `save_checkpoint`.
         optimizer_state: of this rank, on the device of its parameter (scalars on the CPU).
         notes: one per newer checkpoint that was damaged and passed over.
+        damaged: the names of these, for the saves that follow.
     """
 
     path: Path
@@ -91,6 +92,7 @@ class Restored:
     extra: Mapping[str, Any]
     optimizer_state: dict[str, dict[str, Tensor]]
     notes: list[str]
+    damaged: Sequence[str] = ()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -111,6 +113,7 @@ def save_checkpoint(
     world: CheckpointWorld | None = None,
     keep: int = 2,
     keep_every: int = 0,
+    damaged: Sequence[str] = (),
     begin: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save one step of all ranks into a new folder; every rank calls it.
@@ -129,6 +132,7 @@ def save_checkpoint(
         world: the ranks that save together; None: those of `parallel.mesh`, or this one alone.
         keep: checkpoints that stay, apart from those of multiples of `keep_every` steps (0: none).
             Older ones are deleted once this one is verified.
+        damaged: `Restored.damaged`, if a load came before; those are deleted too, and not counted.
         begin: called before anything is written; an OSError of it counts as one of writing.
 
     Returns:
@@ -140,7 +144,7 @@ def save_checkpoint(
     world = _world(parallel, world)
     job = SaveJob(
         folder=Path(folder), step=step, layout=layout, model=model, cursor=cursor, extra=extra,
-        keep=keep, keep_every=keep_every,
+        keep=keep, keep_every=keep_every, damaged=damaged,
     )  # fmt: skip
     with _together(world, job):
         if world.rank == 0:
@@ -183,6 +187,7 @@ def load_checkpoint(
     world = _world(parallel, world)
     folder = Path(folder)
     notes: list[str] = []
+    damaged: list[str] = []
     for path in words.resumable_checkpoints(folder):
         files: list[TensorFile] = []
         resharded, why = False, ""
@@ -221,8 +226,10 @@ def load_checkpoint(
                 extra=manifest.extra,
                 optimizer_state=state,
                 notes=notes,
+                damaged=damaged,
             )
         notes.append(why or f"{path} is damaged on another rank")
+        damaged.append(path.name)
     if notes:
         raise CheckpointError(f"no checkpoint in {folder} is whole: " + "; ".join(notes))
     raise CheckpointError(f"{folder} holds no checkpoint", hint="--save-every N saves them")

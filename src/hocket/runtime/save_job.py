@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class SaveJob:
         cursor, extra: JSON values that loading gives back.
         keep: checkpoints that stay, in addition to those of multiples of `keep_every` steps (0:
             none). Older ones are deleted once this one is verified.
+        damaged: `Restored.damaged` of the load before; those are deleted too, and not counted.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class SaveJob:
     extra: Mapping[str, Any] | None = None
     keep: int = 2
     keep_every: int = 0
+    damaged: Sequence[str] = ()
     kind = "saved"
 
     @property
@@ -84,7 +86,7 @@ class SaveJob:
             shards=tuple(_shards(self.aside, size)),
         )
         _commit(self.folder, self.aside, self.final, manifest)
-        words.delete_old(self.folder, self.step, self.keep, self.keep_every)
+        words.delete_old(self.folder, self.step, self.keep, self.keep_every, self.damaged)
 
     def discard(self) -> None:
         """Remove what was written."""

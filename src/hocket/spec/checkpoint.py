@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +201,26 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
 
 
-def delete_old(folder: Path, step: int, keep: int, keep_every: int = 0) -> None:
+def delete_old(
+    folder: Path, step: int, keep: int, keep_every: int = 0, damaged: Collection[str] = ()
+) -> None:
     """Delete checkpoints older than that of `step` and the `keep` - 1 before it, but for those of
-    multiples of `keep_every` steps."""
+    multiples of `keep_every` steps.
+
+    Args:
+        damaged: names of those that could not be resumed from. They are deleted and not counted:
+            where saves are by time, no later one has their step and replaces them.
+    """
+    newest = step_folder(folder, step)
     found = checkpoints(folder)
-    for path in found[found.index(step_folder(folder, step)) + max(keep, 1) :]:
-        if keep_every and int(path.name.removeprefix("step-")) % keep_every == 0:
-            continue
+    spoiled = [path for path in found if path.name in damaged and path != newest]
+    whole = [path for path in found if path not in spoiled]
+    old = [
+        path
+        for path in whole[whole.index(newest) + max(keep, 1) :]
+        if not keep_every or int(path.name.removeprefix("step-")) % keep_every
+    ]
+    for path in spoiled + old:
         # The manifest goes first: a folder half deleted must not look like a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)

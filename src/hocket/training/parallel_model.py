@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -91,6 +92,7 @@ class ParallelModel(Parallel):
     generator: Generate | None = None
     _labels_seen = False
     _first: Sequence[tuple[Tensor, int, Tensor]] = ()
+    _damaged: Mapping[Path, Sequence[str]] = MappingProxyType({})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self, renamed.attribute("ParallelModel", name, renamed.PARALLEL))
@@ -215,6 +217,7 @@ class ParallelModel(Parallel):
             cursor={} if optimizer is None else {"groups": groups_of(optimizer)},
             extra=extra,
             keep=keep,
+            damaged=self._damaged.get(Path(folder), ()),
         )
 
     def load_checkpoint(
@@ -248,6 +251,7 @@ class ParallelModel(Parallel):
             if "groups" in restored.cursor:  # else it was saved without an optimizer, or before
                 take_groups(optimizer, restored.cursor["groups"])
         self.step = restored.step
+        self._damaged = {Path(folder): restored.damaged}
         for note in restored.notes if self.mesh.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
         return restored.extra

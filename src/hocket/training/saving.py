@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Saves:
         self.copies: StateCopies | None = None
         self._copier: BackgroundSaver | None = None
         self._lock = self._lock_text()
+        self._damaged: Sequence[str] = ()  # checkpoints that this run could not resume from
 
     @property
     def in_background(self) -> bool:
@@ -164,7 +166,9 @@ class Saves:
                     return copy
         if not (options.resume or (self.copies and again and self.copies.newest())):
             return None
-        return load_checkpoint(self.folder.checkpoints, parallel=self._trained, **of_run)
+        restored = load_checkpoint(self.folder.checkpoints, parallel=self._trained, **of_run)
+        self._damaged = restored.damaged
+        return restored
 
     def before_update(self) -> None:
         """To be called before parameters or the optimizer's state change."""
@@ -202,6 +206,7 @@ class Saves:
         """
         keep, keep_every = self.options.keep_checkpoints, self.options.keep_every
         kwargs: dict[str, Any] = {**self._at(step), "keep": keep, "keep_every": keep_every}
+        kwargs["damaged"] = self._damaged
         if self._saver is not None and not last:
             state = RankState(self._trained, self.job.optimizer.state_tensors())
             job = SaveJob(folder=self.folder.checkpoints, **kwargs)
