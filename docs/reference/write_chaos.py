@@ -1,5 +1,4 @@
-"""Write the last four tables of chaos.md from chaos*.jsonl, the `--json` of one `hocket chaos` a
-line.
+"""Write the table of chaos.md from chaos.jsonl, the `--json` of one `hocket chaos` a line.
 
 .venv/bin/python docs/reference/write_chaos.py
 """
@@ -15,7 +14,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER / "chaos.md"
-TABLES = tuple(FOLDER / f"chaos{name}.jsonl" for name in ("", "-rerun", "-spare", "-takeover"))
+RESULTS = FOLDER / "chaos.jsonl"
 END = "<!-- end -->\n"
 
 
@@ -69,12 +68,9 @@ def _seconds(rows: list[dict[str, Any]]) -> str:
 
 
 def page() -> str:
-    """The page with the tables."""
-    text = PAGE.read_text()
-    for rows in TABLES:
-        before, begin, rest = text.partition(f"<!-- from {rows.name} -->\n")
-        text = before + begin + "\n" + table(rows) + "\n" + END + rest.partition(END)[2]
-    return text
+    """The page with the table."""
+    before, begin, rest = PAGE.read_text().partition(f"<!-- from {RESULTS.name} -->\n")
+    return before + begin + "\n" + table(RESULTS) + "\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":

@@ -94,6 +94,23 @@ def test_a_restart_is_for_the_fault_that_happened_first(tmp_path: Path) -> None:
     assert evaluation.survived
 
 
+def test_a_fault_in_a_job_that_a_signal_ends_takes_no_restart_of_another(tmp_path: Path) -> None:
+    """Ranks take some steps more until the signal's answer reaches them, up to the next fault."""
+    torn = ChaosFault(0, BY_NAME["torn"], 2, 26, "step", 0.5)
+    stuck = ChaosFault(1, BY_NAME["stuck"], 1, 35, "collective", 0.5)
+    watch = _Watched(tmp_path / "job", 0, ChaosJob(60, "shm", (torn, stuck)))
+    watch.submitted()
+    watch.injected(torn)
+    watch.submitted()
+    watch({"event": "step", "step": 12})
+    watch.injected(stuck)
+    watch({"event": "restart", "rank": 1, "cause": "hung", "step": 34, "time": time.time()})
+    watch({"event": "step", "step": 31})
+    first, second = watch.results("")
+    assert (first.survived, first.named, second.named) == (True, None, True)
+    assert "signal" in first.remark
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "named"),
     [

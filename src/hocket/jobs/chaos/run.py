@@ -206,7 +206,10 @@ class _Watched:
         self._open: list[int] = []  # detected, and not recovered yet
 
     def submitted(self) -> None:
-        """The job is submitted, once more."""
+        """The job is submitted, once more. What happened while a signal ended it has no restart."""
+        for fault in self._of(*ENDING):
+            self.detected(fault, time.time(), None, self.done)
+            self._found[fault.number]["text"] = "it happened while a signal ended the job"
         self._sent, self._passed = None, ""
 
     def injected(self, fault: ChaosFault) -> None:
