@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
