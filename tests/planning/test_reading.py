@@ -130,6 +130,9 @@ def test_a_servers_command_reads_back_and_edits_into_others(server: str) -> None
             pp=draw.choice([1, 1, 2, 3, 4]),
             replicas=draw.choice([1, 2, 4]),
             max_num_batched_tokens=draw.choice([512, 2048, 8192]),
+            max_sequences=draw.choice([3, 256, 2000]),
+            usable=draw.choice([0.5, 0.9]),
+            cache_precision=draw.choice(["bf16", "fp8"]),
             precision=draw.choice(["bf16", "fp16", "fp8"]),
             experts=draw.choice([0, 128]),
         )
@@ -149,6 +152,11 @@ def test_a_servers_command_reads_back_and_edits_into_others(server: str) -> None
             assert data in (one.ep, one.ep * one.replicas), written
             assert (data == one.ep) == (one.replicas == 1 or f"start {one.replicas} of" in text)
             assert read.microbatch == one.max_num_batched_tokens
+            assert read.server == {
+                "gpu_memory_utilization": one.usable, "cache_precision": one.cache_precision,
+                "max_num_seqs": min(one.max_sequences, one.max_num_batched_tokens)
+                if server == "vllm" else one.max_sequences,
+            }, written  # fmt: skip
             assert read.seq_len == one.tokens
             assert read.precision == one.precision
             assert ("_PARTITION" in written) == (one.pp > 1 and one.layers % one.pp > 0), written

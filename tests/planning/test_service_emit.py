@@ -39,7 +39,8 @@ def test_every_command_keeps_the_rules_of_its_server(server: str) -> None:
         one = dataclasses.replace(one, ep=draw.choice([1, 2, 8]) if one.experts else 1)
         facts = {
             "heads": one.heads, "layers": one.layers, "experts": one.experts, "ep": one.ep,
-            "gpus_per_node": one.gpus_per_node,
+            "gpus_per_node": one.gpus_per_node, "tokens": one.max_num_batched_tokens,
+            "sequences": one.max_sequences,
         }  # fmt: skip
         try:
             text = server_command(server, one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.stored import QUANTIZATIONS, stored_weights
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.service import Service
+from tests.planning.tool_rules import flags
 
 GIB = 1 << 30
 
@@ -202,3 +204,48 @@ def test_a_servers_command_is_read_with_its_weights(tmp_path: Path, line: str, t
     said = serve_from(str(file), model=name, cluster="H200-SXM-141")
     assert f"\n{name}, {title}: " in said
     assert ("estimated as the checkpoint is stored" in said) is ("gguf" in line)
+
+
+def test_limits_of_a_servers_command_are_part_of_its_prediction(tmp_path: Path) -> None:
+    """Sequences at once, memory and the cache's precision are read; what a request may be long is
+    never cut by the changed command."""
+
+    def said(*flags: str) -> str:
+        file = tmp_path / "serve.sh"
+        line = "vllm serve meta-llama/Meta-Llama-3-70B-Instruct -tp 8 --max-model-len 4096"
+        file.write_text(" ".join((line, *flags)) + "\n")
+        return serve_from(
+            str(file), cluster="1x8xH100-SXM", prompt_len=1000, output_len=300,
+            requests_per_second=8,
+        )  # fmt: skip
+
+    def fitting(text: str) -> int:
+        match = re.search(r"\n +\d+ of (\d+) ", text)
+        assert match is not None, text
+        return int(match[1])
+
+    usual = said("--gpu-memory-utilization 0.9", "--max-num-seqs 2000")
+    assert fitting(said("--gpu-memory-utilization 0.5")) < 0.5 * fitting(usual)
+    assert fitting(said("--kv-cache-dtype fp8")) == pytest.approx(2 * fitting(usual), rel=0.1)
+    few = said("--max-num-seqs 8")
+    assert fitting(few) == 8
+    assert "it cannot keep up" in few
+    assert "not the server: --gpu-memory-utilization" in few
+    assert "not the server" not in usual
+    assert "--max-model-len 4096" in usual.partition("+++")[2].partition("\n+")[2]
+    with pytest.raises(HocketError, match="must be a fraction"):
+        said("--gpu-memory-utilization 90")
+
+
+def test_flags_of_servers_count_sequences_of_a_data_rank() -> None:
+    (found,) = serve_plan(
+        "deepseek-v3", cluster="1x8xH200-SXM-141", layout="dp8.ep8", prompt_len=2000,
+        output_len=500, requests_per_second=5,
+    )  # fmt: skip
+    assert found.best is not None
+    fit, tokens = found.best.max_sequences, found.best.max_num_batched_tokens
+    vllm, sglang = (emitted_deployment(found, tool) for tool in ("vllm", "sglang"))
+    assert fit <= 8 * int(flags(vllm)["--max-num-seqs"]) < fit + 8
+    assert int(flags(vllm)["--max-num-batched-tokens"]) == tokens
+    assert fit <= int(flags(sglang)["--max-running-requests"]) < fit + 8
+    assert int(flags(sglang)["--chunked-prefill-size"]) == 8 * tokens

@@ -372,7 +372,8 @@ def vllm(text: str, facts: Facts) -> None:
     dp = _number(found, "--data-parallel-size")
     assert facts["heads"] % tp == 0
     tokens = _number(found, "--max-num-batched-tokens")
-    assert _number(found, "--max-num-seqs") <= tokens
+    assert tokens == facts["tokens"]  # each data rank is an engine with limits of its own
+    assert _number(found, "--max-num-seqs") == min(facts["sequences"], tokens)
     assert "--enable-chunked-prefill" in found or tokens >= _number(found, "--max-model-len")
     nodes = _number(found, "--nnodes")
     assert tp * pp <= facts["gpus_per_node"] or nodes > 1
@@ -414,7 +415,11 @@ def sglang(text: str, facts: Facts) -> None:
     assert nodes == 1 or {"--node-rank", "--dist-init-addr"} <= set(found)
     assert found.get("--kv-cache-dtype") in (None, "fp8_e4m3", "fp8_e5m2")
     assert 0 < float(found["--mem-fraction-static"]) <= 1
-    assert _number(found, "--chunked-prefill-size") >= 1
+    # parallel_hook._handle_data_parallelism and pool_configurator: attention's data ranks divide
+    # these; replicas do not.
+    each = dp if together else 1
+    assert _number(found, "--chunked-prefill-size") // each == facts["tokens"]
+    assert _number(found, "--max-running-requests") // each == facts["sequences"]
     _partition(environment.get("SGLANG_PP_LAYER_PARTITION"), pp, facts["layers"])
 
 

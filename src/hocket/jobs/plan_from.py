@@ -175,17 +175,20 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     asked.setdefault("precision", found.precision)
     asked.setdefault("quantization", found.quantization)
     asked.setdefault("engine", found.tool)
+    given = {**found.server, **asked}
     layout = Layout(dp=found.data_ranks or 1, **found.fields)
     pins = (f"max_num_batched_tokens={found.microbatch}",) if found.microbatch else ()
-    (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **asked)
-    (best,) = serve_plan(name, cluster=cluster, top=1, **asked)
+    (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **given)
+    given["max_num_seqs"] = None  # the planner's to choose, as the layout is
+    (best,) = serve_plan(name, cluster=cluster, top=1, **given)
     new = servers.changed_command(text, found.tool, emitted_deployment(best, found.tool))
     lines = [f"{os.path.basename(file)}, read as {found.tool}: {layout}", *_said(found), ""]
     lines += [serve_table.plans_text([here]), ""]
-    if best.best is None or here.best is None or best.best.layout == here.best.layout:
+    now, better = here.best, best.best
+    if better is None or now is None or (now.meets and better.layout == now.layout):
         lines.append("No layout of these GPUs is cheaper.")
         return "\n".join(lines)
-    lines += [f"Better: {best.best.layout} on {best.best.num_gpus} {best.best.gpu}.", ""]
+    lines += [f"Better: {better.layout} on {better.num_gpus} {better.gpu}.", ""]
     return "\n".join([*lines, text_diff(os.path.basename(file), text, new).rstrip("\n")])
 
 
@@ -248,7 +251,7 @@ def _model(written: str | None, given: str) -> str:
             "the file does not name a model", hint="hocket plan llama-3-8b --from FILE ..."
         )
     for name in models.model_names():
-        if written in (name, models.entry(name).hub_id):
+        if written.removesuffix("-Instruct") in (name, models.entry(name).hub_id):
             return name
     if written.lower() in CONFIGS:
         return CONFIGS[written.lower()]

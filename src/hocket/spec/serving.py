@@ -40,12 +40,12 @@ class ServeOptions:
             that most tokens choose, so that the ranks' loads are even.
         rebalance_steps: steps after which the copies are placed again, by the tokens since.
         served_model_name: model name in the API (default: the name of the model folder).
-        max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,
-            2048 on CUDA).
+        max_num_batched_tokens: maximum number of tokens per step of a replica, with ep of each of
+            its data ranks (default: 512 on CPU, 2048 on CUDA).
         max_model_len: maximum number of tokens of a request, prompt and answer (default: the
             model's positions).
-        max_num_seqs: maximum number of running requests per replica (default: 64 on CPU, 256 on
-            CUDA).
+        max_num_seqs: maximum number of running requests per replica, with ep per data rank
+            (default: 64 on CPU, 256 on CUDA).
         block_size: tokens per block of the key/value cache (default: 16 on CPU; on CUDA chosen for
             the attention kernels).
         cache_memory: key/value cache per rank, as in 2GB (default: on CPU an equal fraction of half

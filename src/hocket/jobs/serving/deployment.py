@@ -90,7 +90,7 @@ def emitted_deployment(plan: ServicePlan, tool: str) -> str:
         gpu=best.gpu,
         gpus_per_node=kind.gpus_per_node,
         tokens=plan.request_tokens,
-        max_sequences=best.max_sequences,
+        max_sequences=best.rank_sequences,
         max_num_batched_tokens=best.max_num_batched_tokens,
         usable=plan.usable,
         precision=plan.precision,
@@ -122,7 +122,7 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
     few += ["--redundant-experts", str(copies)] if copies else []
     return [
         "serve", served, "--layout", best.layout.axes_text(), "--dtype", stored.dtype, *few,
-        "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.max_sequences),
+        "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.rank_sequences),
         "--max-num-batched-tokens", str(best.max_num_batched_tokens),
     ]  # fmt: skip
 

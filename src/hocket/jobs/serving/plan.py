@@ -65,6 +65,7 @@ def serve_plan(
     cache_precision: str | None = None,
     engine: str | None = None,
     gpu_memory_utilization: float = 0.9,
+    max_num_seqs: int | None = None,
     expert_imbalance: float | None = None,
 ) -> tuple[ServicePlan, ...]:
     """GPUs for a service: one plan, or one for each hypothesis about a model of unknown size.
@@ -87,6 +88,7 @@ def serve_plan(
         pin: `tp=8`, `pp=1`, `dp=2`, `max_num_batched_tokens=2048`.
         engine: whose constants price it. None: a tuned server's.
         gpu_memory_utilization: fraction of GPU memory that the engine may fill.
+        max_num_seqs: requests that a data rank runs at once. None: as many as fit.
         expert_imbalance: tokens of the expert rank that gets most, over the mean. None: 1.5.
 
     Raises:
@@ -163,6 +165,7 @@ def serve_plan(
                 "cache_precision": cache_precision,
                 "engine": engine,
                 "usable": gpu_memory_utilization,
+                "max_num_seqs": max_num_seqs,
                 "trace": requests,
                 "expert_imbalance": EXPERT_IMBALANCE
                 if expert_imbalance is None

@@ -31,6 +31,7 @@ class ToolConfiguration:
         model: the tool's name of the model; precision: of matrix products.
         predictions: layers for multi-token prediction.
         quantization: of a server's weights, as `planning.service.stored` names it.
+        server: its other options, as `jobs.serving.plan.serve_plan` takes them.
         unread: keys that have no meaning here, with their values. notes: what a reader should know.
     """
 
@@ -48,6 +49,7 @@ class ToolConfiguration:
     precision: str | None = None
     predictions: int = 0
     quantization: str | None = None
+    server: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

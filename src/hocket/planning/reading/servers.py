@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hocket.planning.reading import words
@@ -13,6 +15,7 @@ from hocket.planning.reading.configuration import (
     unread,
     whole_number,
 )
+from hocket.spec.errors import OptionError
 
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
          "-dp": "--data-parallel-size", "-ep": "--enable-expert-parallel",
@@ -33,6 +36,9 @@ METHODS = {
     "modelopt_fp4": "fp4", "nvfp4": "fp4", "w8a8_int8": "int8",
 }  # fmt: skip
 """Beginnings of values of `--quantization`, and what the planner calls them."""
+
+CACHES = {"fp8": "fp8", "int8": "int8", "nvfp4": "fp4", "fp4": "fp4"}
+"""Beginnings of values of `--kv-cache-dtype`, and what the planner calls them."""
 
 _NODES = {"--nnodes", "--node-rank", "--headless"}
 _PLACED = {
@@ -83,6 +89,50 @@ def _stored(found: dict[str, Any], notes: list[str]) -> tuple[str, str | None]:
     return "fp16" if found.get("--dtype") in HALF else "bf16", name
 
 
+def _fraction(found: dict[str, Any], name: str) -> float | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise OptionError(
+            f"{name} is {str(value)[:60]!r}; it must be a fraction, at most 1", hint=f"{name} 0.9"
+        )
+    return number
+
+
+def _cache(found: Mapping[str, Any]) -> str:
+    """Precision of keys and values."""
+    kept = str(found.get("--kv-cache-dtype"))
+    return next((own for prefix, own in CACHES.items() if kept.startswith(prefix)), "bf16")
+
+
+def _options(
+    found: dict[str, Any], notes: list[str], *, memory: str, sequences: str, ranks: int = 1
+) -> dict[str, Any]:
+    """What else a prediction takes from the command, as options of `serve_plan`.
+
+    Args:
+        memory, sequences: names of flags. ranks: data ranks that the latter counts together.
+    """
+    kept, cache = str(found.get("--kv-cache-dtype") or "auto"), _cache(found)
+    if cache == "bf16" and kept not in ("auto", "bfloat16", "bf16", *HALF):
+        notes.append(f"--kv-cache-dtype {kept} is estimated as bf16")
+    most = _tokens(found, sequences)
+    values = {
+        "gpu_memory_utilization": _fraction(found, memory),
+        "cache_precision": cache,
+        "max_num_seqs": None if most is None else max(1, most // ranks),
+    }
+    absent = [name for name in (memory, sequences) if found.get(name) is None]
+    if absent:
+        notes.append(f"estimated as hocket plan chooses them, not the server: {', '.join(absent)}")
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def vllm(text: str) -> ToolConfiguration:
     """A `vllm serve` line."""
     others, given = words.words_and_flags(text)
@@ -111,11 +161,12 @@ def vllm(text: str) -> ToolConfiguration:
         after = others[others.index("serve") + 1 :]
         model = after[0] if after else None
     precision, quantization = _stored(found, notes)
+    server = _options(found, notes, memory="--gpu-memory-utilization", sequences="--max-num-seqs")
     return ToolConfiguration(
         tool="vllm", fields=fields, data_ranks=data, world=tp * pp * data,
         microbatch=_tokens(found, "--max-num-batched-tokens"),
         seq_len=_tokens(found, "--max-model-len"), model=model or found.get("--model"),
-        precision=precision, quantization=quantization, unread=unread(found, used),
+        precision=precision, quantization=quantization, server=server, unread=unread(found, used),
         notes=tuple(notes),
     )  # fmt: skip
 
@@ -160,12 +211,18 @@ def sglang(text: str) -> ToolConfiguration:
     if tokens is not None and tokens < 1:
         notes.append("--chunked-prefill-size -1 (whole prompts) is estimated in chunks")
         tokens = None
+    if tokens is not None:
+        tokens = max(1, tokens // attention)
     precision, quantization = _stored(found, notes)
+    server = _options(
+        found, notes, memory="--mem-fraction-static", sequences="--max-running-requests",
+        ranks=attention,
+    )  # fmt: skip
     return ToolConfiguration(
         tool="sglang", fields=fields, data_ranks=data * attention, world=ranks * pp * data,
         microbatch=tokens, seq_len=_tokens(found, "--context-length"),
         model=found.get("--model-path"), precision=precision, quantization=quantization,
-        unread=unread(found, used), notes=tuple(notes),
+        server=server, unread=unread(found, used), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -183,9 +240,16 @@ def changed_command(text: str, tool: str, written: str) -> str:
     }
     changes.pop("--model-path", None)
     old = words.words_and_flags(text)[1]
+    for name in ("--max-model-len", "--context-length"):  # requests that were taken still are
+        if old.get(name) is not None and name in changes:
+            changes[name] = max(whole_number(old[name], name), int(changes[name]))
     gone = {*_PLACED[tool]}  # and a precision of weights that the other command does without
     gone |= {"--quantization"} if str(old.get("--quantization")).startswith("fp8") else set()
     gone |= {"--dtype"} if old.get("--dtype") in HALF else set()
+    if _cache(old) == _cache(given):
+        changes.pop("--kv-cache-dtype", None)
+    else:
+        gone.add("--kv-cache-dtype")
     changes |= {name: None for name in sorted(gone) if name not in changes}
     text = words.edit_flags(
         text, {spelled.get(name, name): value for name, value in changes.items()}

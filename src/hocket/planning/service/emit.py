@@ -27,8 +27,8 @@ class Deployment:
         ep: data ranks of a replica, over which its experts are divided.
         redundant: copies of experts in each layer.
         gpu: kind. gpus_per_node: of a node.
-        tokens: of the longest request. max_sequences: at once in a replica.
-        max_num_batched_tokens: of one step.
+        tokens: of the longest request. max_sequences: at once in a data rank.
+        max_num_batched_tokens: of one step of a data rank.
         usable: share of a GPU's memory.
         precision: of weights. expert_precision: of the experts' weights; None: the same.
         quantized: the checkpoint itself is stored so. dequantized: it has fewer bits.
@@ -195,8 +195,9 @@ def _sglang(one: Deployment) -> str:
         notes.append("on each node, NODE_RANK from 0")
     flags |= {
         "--context-length": one.tokens,
-        "--max-running-requests": one.max_sequences,
-        "--chunked-prefill-size": one.max_num_batched_tokens,
+        # Of all data ranks together: it divides both by --attn-dp-size.
+        "--max-running-requests": one.max_sequences * one.ep,
+        "--chunked-prefill-size": one.max_num_batched_tokens * one.ep,
         "--mem-fraction-static": f"{one.usable:g}",
         "--dtype": "float16" if one.precision == "fp16" else None,
         "--quantization": "fp8" if one.precision == "fp8" and not one.quantized else None,

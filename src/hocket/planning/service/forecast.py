@@ -88,6 +88,11 @@ class ServiceForecast:
         return self.layout.dp // self.layout.ep
 
     @property
+    def rank_sequences(self) -> int:
+        """Requests that one data rank of a replica holds at once: what servers' flags count."""
+        return -(-self.max_sequences // self.layout.ep)
+
+    @property
     def title(self) -> str:
         """The layout, and how many copies of experts it has in each layer."""
         copies = f" + {self.redundant_experts} copies" if self.redundant_experts else ""

@@ -64,6 +64,7 @@ class ServiceProblem:
             share of the experts (DeepSeek-AI 2024, section 3.4). 1: replicas of tp and pp alone.
         cp: context ranks of one replica, which share each prompt and the cache.
         redundant: copies of experts in each layer, over the ranks that hold them.
+        max_num_seqs: requests that a data rank runs at once; None: as many as fit.
     """
 
     shape: ModelShape
@@ -78,6 +79,7 @@ class ServiceProblem:
     ep: int = 1
     cp: int = 1
     redundant: int = 0
+    max_num_seqs: int | None = None
     trace: RequestTrace | None = None
     expert_imbalance: float = EXPERT_IMBALANCE
 
@@ -277,7 +279,8 @@ class ServiceProblem:
             prices = self.prices(tp, pp, chunk)
             room = self.cached_tokens(tp, pp, chunk)
             fit = room // self.service.tokens if room >= self.longest else 0
-            return int(max(0, min(fit, chunk * self.ep * prices.stages)))
+            rank = min(chunk * prices.stages, self.max_num_seqs or math.inf)
+            return int(max(0, min(fit, rank * self.ep)))
 
         return self.remembered(("sequences", tp, pp, chunk), count)
 
