@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch")

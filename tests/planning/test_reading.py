@@ -6,7 +6,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import random
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from hocket.planning.plan import plan_one
 from hocket.planning.problem import Problem
 from hocket.planning.reading import file, sections, servers, words
 from hocket.planning.reading.configuration import LARGEST_FILE, whole_number
-from hocket.planning.reading.megatron import megatron_layers
+from hocket.planning.reading.megatron import changed_environment, megatron_layers
 from hocket.planning.reading.tools import READERS
 from hocket.planning.service.emit import SERVERS, Deployment, server_command
 from hocket.planning.tools.emit import TOOLS, emit, job, tool_reasons
@@ -345,6 +348,71 @@ def test_edits_keep_what_they_do_not_change() -> None:
         sections.edit_sections("a:\n  x: 1\nb: 2\n", "yaml", {"a.x": True})
         == "a:\n  x: true\nb: 2\n"
     )
+
+
+MEGATRON = "--micro-batch-size 1 --global-batch-size 64 --seq-length 2048 --bf16 --num-layers 32"
+ACCELERATE = "num_processes: 32\nnum_machines: 4\nmixed_precision: bf16\ndistributed_type: "
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "more"),
+    [
+        *(("megatron", MEGATRON, f" --pipeline-model-parallel-size 4 {flag}") for flag in (
+            "--recompute-activations", "--num-layers-per-virtual-pipeline-stage 4",
+            "--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 5",
+            "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split",
+            "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+        )),
+        ("megatron-bridge", "def f(c):\n    c.model.num_layers = 32\n    return c\n",
+         "    c.model.num_layers_in_first_pipeline_stage = 5\n"
+         "    c.model.account_for_loss_in_pipeline_split = True\n    return c\n"),
+        ("torchtitan-0.2.2", "[parallelism]\n", "pipeline_parallel_layers_per_stage = 2\n"
+         "pipeline_parallel_first_stage_less_layers = 0\n"),
+        ("torchtitan", "--module llama3 --parallelism.tensor_parallel_degree 2",
+         " --parallelism.pipeline_parallel_layers_per_stage 2"),
+        ("accelerate", f"{ACCELERATE}FSDP\n",
+         "fsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: HYBRID_SHARD\n"),
+        ("accelerate", f"{ACCELERATE}DEEPSPEED\n",
+         "deepspeed_config:\n  zero_stage: 3\n  offload_optimizer_device: cpu\n"),
+        ("accelerate", f"{ACCELERATE}MEGATRON_LM\n",
+         "megatron_lm_config:\n  megatron_lm_tp_degree: 4\n  megatron_lm_pp_degree: 2\n"),
+    ],
+)  # fmt: skip
+def test_other_spellings_of_a_choice_do_not_outlive_it(tool: str, text: str, more: str) -> None:
+    """What is read and never printed is taken out: else the changed file is another layout."""
+    limits = TOOLS[tool].limits
+    problem = dataclasses.replace(DENSE, limits=(limits,), division=division([limits]))
+    for found in itertools.islice(runnable(tool, problem), 3):
+        one = job(problem, found)
+        plain, new = (file.changed(t, READERS[tool](t), one) for t in (text, text + more))
+        known = [r.layout(32, 64, 32) for r in (READERS[tool](plain), READERS[tool](new))]
+        assert known[0] == known[1], new
+        assert "--recompute-activations" not in new
+        assert not READERS[tool](new).unread, new
+
+
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [
+        ("unset", "export NAME=1\ntorchrun x\n"), ("unset", "  export NAME=1  # why\nrun\n"),
+        ("unset", "NAME=1 torchrun x\n"), ("unset", "A=2 NAME=32 torchrun x\n"),
+        ("export", "unset NAME\nrun\n"), ("export", "export NAME=32; run\n"),
+        ("export", "NAME=8 run\n"),
+    ],
+)  # fmt: skip
+def test_the_environment_of_a_script_is_that_of_its_layout(
+    line: str, script: str, tmp_path: Path
+) -> None:
+    """Megatron rejects its FSDP with the variable at 1, and tp or cp before Blackwell without."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    wanted = f"unset {name}" if line == "unset" else f"export {name}=1"
+    new = changed_environment(script.replace("NAME", name), wanted)
+    shell = re.sub(r"(torchrun|run)( x)?\n", f"printenv {name} || true\n", new)
+    ran = subprocess.run(
+        ["sh", "-c", shell], capture_output=True, text=True, check=True, env={"PATH": os.defpath}
+    )
+    assert ran.stdout == ("" if line == "unset" else "1\n"), new
+    assert changed_environment(script, None) == script
 
 
 def test_vllm_serve() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hocket.planning.reading import python, sections, words
 from hocket.planning.reading.configuration import LARGEST_FILE, ToolConfiguration
+from hocket.planning.reading.megatron import BRIDGE, OTHERS, changed_environment
 from hocket.planning.reading.tools import READERS
 from hocket.planning.tools import megatron, torchtitan
 from hocket.planning.tools.emit import TOOLS
@@ -86,7 +87,9 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
     """The text of the file for another layout of the same tool."""
     tool = configuration.tool
     if tool == "megatron":
-        return words.edit_flags(text, _without_defaults(text, megatron._megatron_flags(job)))
+        flags = {**_without_defaults(text, megatron._megatron_flags(job)), **dict.fromkeys(OTHERS)}
+        environment = megatron._megatron_environment(job)
+        return changed_environment(words.edit_flags(text, flags), environment)
     if tool == "torchtitan":
         text = re.sub(
             r"--parallelism\.module[_-]fqns[_-]per[_-]model[_-]part(\s+[a-z][\w.,]*(?=\s))*\s*(\\\n\s*)?",
@@ -97,9 +100,13 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         text, count = re.subn(r"activation-checkpoint:[\w-]+", word, text)
         if not count:
             text = f"{text.rstrip()} {word}\n"
-        return words.edit_flags(text, _without_defaults(text, torchtitan._torchtitan_flags(job)))
+        flags = _without_defaults(text, torchtitan._torchtitan_flags(job))
+        flags |= {f"--parallelism.{name}": None for name in _TITAN_STAGES}
+        return words.edit_flags(text, flags)
     if tool == "megatron-bridge":
-        values = megatron.bridge_values(job)
+        others = [name for name, flag in BRIDGE.items() if flag in OTHERS and name in text]
+        off = {name: False if "account" in name else None for name in others}
+        values = {**megatron.bridge_values(job), **off}
         return python.edit_python(text, values, defaults=megatron.BRIDGE_DEFAULTS)
     if tool == "torchtitan-python":
         return python.edit_python(text, _titan(job, tokens="num_tokens_per_train_step" in text))
@@ -110,11 +117,15 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
         flat = {f"{s}.{k}": v for s, values in new.items() for k, v in values.items()}
         owned = [f"parallelism.{key}" for key in (*torchtitan.parallelism(job),
                  "module_fqns_per_model_part", "expert_tensor_parallel_degree")]  # fmt: skip
+        owned += [f"parallelism.{key}" for key in _TITAN_STAGES]
         owned += ["training.enable_cpu_offload", "training.mixed_precision_param"]
         return sections.edit_sections(text, "toml", {**dict.fromkeys(owned), **flat})
     form = "json" if tool == "deepspeed" else "yaml"
     flat = sections.load_sections(written, form)
-    return sections.edit_sections(text, form, {**dict.fromkeys(_OWNED.get(tool, ())), **flat})
+    owned = [*_OWNED.get(tool, ())]
+    if tool == "accelerate":  # sections of another kind of job
+        owned += [key for key in sections.load_sections(text, form) if key.startswith(_KINDS)]
+    return sections.edit_sections(text, form, {**dict.fromkeys(owned), **flat})
 
 
 def text_diff(file: str, old: str, new: str) -> str:
@@ -125,14 +136,22 @@ def text_diff(file: str, old: str, new: str) -> str:
     return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
 
 
+_TITAN_STAGES = (
+    "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+)  # fmt: skip
+"""What says with numbers which layers a stage has; a changed file names them."""
+
+_KINDS = ("deepspeed_config.", "megatron_lm_config.")
+
 _OWNED = {
     "accelerate": (
         *(f"fsdp_config.fsdp_{name}" for name in (
-            "version", "reshard_after_forward", "auto_wrap_policy", "activation_checkpointing",
-            "offload_params", "state_dict_type",
+            "version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy",
+            "activation_checkpointing", "offload_params", "state_dict_type",
         )),
         *(f"parallelism_config.parallelism_config_{name}_size"
-          for name in ("dp_replicate", "dp_shard", "tp", "cp")),
+          for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
     ),
     "automodel": (
         "distributed.pipeline.pp_schedule", "distributed.pipeline.pp_microbatch_size",

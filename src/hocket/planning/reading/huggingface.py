@@ -48,7 +48,8 @@ def accelerate(text: str) -> ToolConfiguration:
         version = whole_number(get("fsdp_config.fsdp_version", 1), "fsdp_version")
         after = get("fsdp_config.fsdp_reshard_after_forward", True)
         name = str(get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
-        old = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0}
+        old = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0,
+               "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "4": 3, "5": 2}  # fmt: skip
         if version == 1 and name not in old:
             raise not_a_layout(f"fsdp_sharding_strategy {name}")
         fields["zero"] = (2 if after in (False, "false") else 3) if version > 1 else old[name]
@@ -56,6 +57,8 @@ def accelerate(text: str) -> ToolConfiguration:
             fields["recompute"] = "full"
         if get("fsdp_config.fsdp_offload_params", False) is True and fields["zero"] == 3:
             fields["offload"] = "params"
+        if version == 1 and name.startswith(("HYBRID", "4", "5")):  # inside a node
+            fields["shard"] = max(1, world // degree(get("num_machines", 1), "num_machines"))
         if sizes["dp_replicate"] > 1 and fields["zero"]:
             fields["shard"] = sizes["dp_shard"]
     elif kind == "MEGATRON_LM":

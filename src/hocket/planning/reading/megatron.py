@@ -56,6 +56,14 @@ BRIDGE = {
 }  # fmt: skip
 """Attributes of Megatron-Bridge's ConfigContainer, to Megatron-LM's flags of the same meaning."""
 
+OTHERS = (
+    "--recompute-activations", "--num-layers-per-virtual-pipeline-stage",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
+    "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward",
+)  # fmt: skip
+"""Flags that are read and never printed: none of them stays in a changed command."""
+
 _RECIPES = ("bf16", "fp16", "fp8", "fp4")
 
 
@@ -82,6 +90,18 @@ def megatron_bridge(text: str) -> ToolConfiguration:
             value = " ".join(map(str, value))
         found[flag] = None if value is True else value
     return _megatron("megatron-bridge", found, names)
+
+
+def changed_environment(text: str, line: str | None) -> str:
+    """A script whose CUDA_DEVICE_MAX_CONNECTIONS is as `line` has it; None: as it is."""
+    if line is None:
+        return text
+    name, ends = "CUDA_DEVICE_MAX_CONNECTIONS", r"(?=[ \t]*(?:[;#\n]|$))"
+    text = re.sub(rf"(?m)^([ \t]*)(?:export[ \t]+{name}=[^\s;]*|unset[ \t]+{name}){ends}",
+                  rf"\1{line}", text)  # fmt: skip
+    if line.startswith("unset"):  # set for one command alone
+        return re.sub(rf"(?m)(^|(?<=\s)){name}=[^\s;]*[ \t]+(?=\S)", "", text)
+    return re.sub(rf"\b{name}=[^\s;]*", line.removeprefix("export "), text)
 
 
 def _megatron(tool: str, found: dict[str, Any], spelled: dict[str, str]) -> ToolConfiguration:
