@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from hocket.spec.errors import stopped_code
+from hocket.spec.errors import one_of_srun, stopped_code
 
 
 def main() -> int:
@@ -13,6 +13,8 @@ def main() -> int:
     if sys.argv[1:2] == ["train"]:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _requeued)
+    elif sys.argv[1:2] == ["serve"] and one_of_srun():
+        signal.signal(signal.SIGTERM, _drained)
     elif os.getpid() == 1:
         signal.signal(signal.SIGTERM, _ended)
     try:
@@ -35,6 +37,12 @@ def _requeued(number: int, frame: object) -> None:
     os._exit(stopped_code(number))
 
 
+def _drained(number: int, frame: object) -> None:
+    """End a server that has no requests yet. srun sends SIGTERM to all tasks when one of them has
+    failed, and the code of that one is to be srun's; else an operator stops the server."""
+    raise SystemExit(0)
+
+
 def _ended(number: int, frame: object) -> None:
     """End at once, as SIGTERM ends every process but the first of a container, to which the kernel
     sends no signal without a handler."""
@@ -42,6 +50,7 @@ def _ended(number: int, frame: object) -> None:
 
 
 _requeued.before_run = True  # type: ignore[attr-defined]
+_drained.raises = True  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

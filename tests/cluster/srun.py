@@ -4,7 +4,8 @@
     SRUN_TASKS   tasks on each host
 
 Sets the variables that Slurm sets for a task, forwards SIGUSR1 and SIGTERM to all of them as
-slurmstepd does, and returns the largest exit code.
+slurmstepd does, with --kill-on-bad-exit=1 ends all when one has failed, and returns the largest
+exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import FrameType
+
+TOGETHER = "--kill-on-bad-exit=1"
 
 
 def main() -> int:
@@ -45,7 +49,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, forward)
     with open(os.environ["SRUN_PID"], "w") as file:
         file.write(str(os.getpid()))
-    return max(task.wait() for task in tasks)
+    ended = False
+    while any(task.poll() is None for task in tasks):
+        if not ended and any(task.returncode for task in tasks) and TOGETHER in sys.argv:
+            forward(signal.SIGTERM, None)
+            ended = True
+        time.sleep(0.05)
+    return max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks)
 
 
 if __name__ == "__main__":

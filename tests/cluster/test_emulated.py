@@ -238,6 +238,28 @@ def slurm_serves(cluster: Cluster) -> None:
     assert json.loads(measured.read_text())["requests"] == 1
 
 
+def slurm_starts_no_server_again_that_is_rejected_or_stopped(cluster: Cluster) -> None:
+    """srun ends the other tasks with SIGTERM: their exit codes do not hide that of the first."""
+    served = Served(cluster)
+    one, other = cluster.hosts
+    with cluster.started("bash", "job.sbatch", HOCKET_API_KEYS=str(served.keys)) as process:
+        cluster.until(lambda: any(catches_sigterm(pid) for pid in ranks_of(other, "serve")), process)
+        cluster.until(lambda: any(catches_sigterm(pid) for pid in ranks_of(one, "serve")), process)
+        os.kill(int((cluster.folder / "srun.pid").read_text()), signal.SIGTERM)
+        assert process.wait(60) == 0, cluster.output
+    assert "ready after" not in cluster.output
+    (cluster.folder / "model" / "config.json").unlink()
+    with cluster.started("bash", "job.sbatch", HOCKET_API_KEYS=str(served.keys)) as process:
+        assert process.wait(60) == 2, cluster.output
+    assert "the server ended with" not in cluster.output
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler of SIGTERM."""
+    (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def _torchrun(
     cluster: Cluster,
     stack: contextlib.ExitStack,
@@ -488,6 +510,7 @@ CASES = [
     the_page_of_training_runs,
     the_page_of_serving_runs,
     slurm_serves,
+    slurm_starts_no_server_again_that_is_rejected_or_stopped,
     slurm_stops_and_is_queued_again,
     kubernetes_pods_train,
     torchrun_restarts_and_ends_as_undisturbed,

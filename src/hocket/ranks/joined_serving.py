@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.ranks.doors import Doors, HostDoors, write_address
 from hocket.runtime.peer_files import own_address
+from hocket.spec.errors import one_of_srun
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -33,8 +35,11 @@ def joined_rank(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.ranks.serving import main as serve
     from hocket.spec.run import RunSpec
 
-    # Until the server starts, a signal of the launcher ends this rank, which only waits.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Until the server starts, a signal of the launcher ends this rank, which only waits; under
+    # srun with code 0, so that its code is that of the task that failed, if one did.
+    signal.signal(signal.SIGTERM, _leave if one_of_srun() else signal.SIG_DFL)
+    if context.stop_asked.is_set():  # it came before
+        signal.raise_signal(signal.SIGTERM)
     store = context.store(STARTUP)
     last = context.world_size - 1
     if context.rank == last:
@@ -78,6 +83,10 @@ def joined_rank(context: RankContext, payload: dict[str, Any]) -> None:
         _open_store=lambda timeout: PrefixStore(f"replica-{number}", context.store(timeout)),
     )
     serve(replica, given, doors)
+
+
+def _leave(number: int, frame: object) -> None:
+    os._exit(0)
 
 
 def _relay(context: RankContext, each: list[dict[str, Any]]) -> None:

@@ -32,8 +32,12 @@ def stopped_code(number: int) -> int:
     Under srun 1 for SIGTERM: `--kill-on-bad-exit` sends it to all tasks when one of them fails, and
     the largest code of the tasks is that of srun. With 75 the failed job would be queued again.
     """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    return STOPPED if number != signal.SIGTERM or tasks == "1" else 1
+    return STOPPED if number != signal.SIGTERM or not one_of_srun() else 1
+
+
+def one_of_srun() -> bool:
+    """Whether srun started this process with others, whose largest exit code is its own."""
+    return os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
 class HocketError(Exception):
