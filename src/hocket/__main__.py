@@ -39,8 +39,9 @@ def _requeued(number: int, frame: object) -> None:
 
 def _drained(number: int, frame: object) -> None:
     """End a server that has no requests yet. srun sends SIGTERM to all tasks when one of them has
-    failed, and the code of that one is to be srun's; else an operator stops the server."""
-    raise SystemExit(0)
+    failed, and the code of that one is to be srun's; else an operator stops the server. An
+    exception would be lost where a package that is imported catches it."""
+    os._exit(0)
 
 
 def _ended(number: int, frame: object) -> None:

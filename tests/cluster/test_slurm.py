@@ -158,14 +158,26 @@ def a_server_comes_back_and_drains(nodes: Nodes) -> None:
     assert not ranks_of(cluster.hosts[0], "serve") + ranks_of(cluster.hosts[1], "serve")
 
 
+def a_rejected_server_is_not_tried_again(nodes: Nodes) -> None:
+    """srun ends the other task with SIGTERM, whose exit code must not hide the first one's 2."""
+    cluster, served = nodes.cluster, Served(nodes.cluster)
+    nodes.variables["HOCKET_API_KEYS"] = str(served.keys)
+    (cluster.folder / "model" / "config.json").unlink()
+    job = nodes.ask("sbatch", "--parsable", f"--chdir={cluster.folder}", str(served.file))
+    nodes.until(job, lambda: "JobState=FAILED" in nodes.state(job))
+    assert "ExitCode=2:0" in nodes.state(job)
+    assert "the server ended with" not in (cluster.folder / f"hocket-{job}.log").read_text()
+
+
 CASES = [
+    a_rejected_server_is_not_tried_again,
     a_server_comes_back_and_drains,
     a_killed_rank_and_a_notice_change_no_weight,
     a_lost_node_shrinks_the_run_until_it_is_back,
 ]
 
 
-@pytest.mark.parametrize("case", part(CASES, 3), ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", part(CASES, 4), ids=lambda case: case.__name__)
 def test_a_printed_job_under_slurm(
     case: Callable[[Nodes], None], cluster: Cluster, tmp_path: Path
 ) -> None:

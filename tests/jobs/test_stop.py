@@ -16,6 +16,7 @@ import pytest
 
 from hocket.jobs.early_stop import stopping_early
 from hocket.launch import Terminated
+from hocket.launch.launcher import raising_on_sigterm
 from hocket.spec.errors import STOPPED, OptionError
 
 pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -167,6 +168,33 @@ def test_a_signal_after_the_run_leaves_its_exit_code(monkeypatch: pytest.MonkeyP
         assert caught.value.code == 1
     finally:
         signal.signal(signal.SIGTERM, saved)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_an_import_catches_is_not_lost(number: signal.Signals) -> None:
+    """An exception of a handler may be caught by a package that is being imported, as by torch."""
+    with pytest.raises(Terminated) as caught, stopping_early(lambda event: None):
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(number)
+        with raising_on_sigterm(lambda: None):
+            pytest.fail("ranks were started")
+    assert caught.value.code == STOPPED
+
+
+def test_a_task_of_srun_that_is_imported_ends_with_code_0() -> None:
+    code = (
+        "import signal, sys, hocket.__main__, hocket.cli.main\n"
+        "def run():\n"
+        "    try: signal.raise_signal(signal.SIGTERM)\n"
+        "    except BaseException: return 7\n"
+        "hocket.cli.main.main = run\n"
+        "sys.argv = ['hocket', 'serve']\n"
+        "sys.exit(hocket.__main__.main())\n"
+    )
+    for tasks, wanted in (("2", 0), ("1", -signal.SIGTERM)):
+        environment = {**os.environ, "SLURM_STEP_NUM_TASKS": tasks}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+        assert done.returncode == wanted
 
 
 def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:

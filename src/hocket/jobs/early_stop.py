@@ -26,6 +26,7 @@ def stopping_early(on_event: Callable[[dict[str, Any]], None]) -> Iterator[None]
         ended = Terminated(number)
         ended.code = stopped_code(number)
         early.append(ended)
+        handler.lost = ended  # type: ignore[attr-defined]
         raise ended
 
     early: list[Terminated] = []

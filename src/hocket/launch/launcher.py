@@ -333,6 +333,9 @@ def raising_on_sigterm(ask: Callable[[], None] | None = None) -> Iterator[None]:
 
     `ask`, where given, is called at the first SIGTERM and at each SIGUSR1 (which batch systems send
     ahead of their time limit) instead.
+
+    Raises:
+        Terminated: `lost` of the handler in place, which a package that was imported has caught.
     """
     asked = False
 
@@ -346,6 +349,9 @@ def raising_on_sigterm(ask: Callable[[], None] | None = None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    lost = getattr(signal.getsignal(signal.SIGTERM), "lost", None)
+    if lost is not None:
+        raise lost
     numbers = [signal.SIGTERM] if ask is None else [signal.SIGTERM, signal.SIGUSR1]
     if ask is None and getattr(signal.getsignal(signal.SIGTERM), "raises", False):
         numbers = []  # the caller's handler ends the ranks as well, with an exit code of its own
