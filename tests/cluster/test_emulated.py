@@ -243,7 +243,9 @@ def slurm_starts_no_server_again_that_is_rejected_or_stopped(cluster: Cluster) -
     served = Served(cluster)
     one, other = cluster.hosts
     with cluster.started("bash", "job.sbatch", HOCKET_API_KEYS=str(served.keys)) as process:
-        cluster.until(lambda: any(catches_sigterm(pid) for pid in ranks_of(other, "serve")), process)
+        cluster.until(
+            lambda: any(catches_sigterm(pid) for pid in ranks_of(other, "serve")), process
+        )
         cluster.until(lambda: any(catches_sigterm(pid) for pid in ranks_of(one, "serve")), process)
         os.kill(int((cluster.folder / "srun.pid").read_text()), signal.SIGTERM)
         assert process.wait(60) == 0, cluster.output

@@ -173,11 +173,16 @@ def test_a_signal_after_the_run_leaves_its_exit_code(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_that_an_import_catches_is_not_lost(number: signal.Signals) -> None:
     """An exception of a handler may be caught by a package that is being imported, as by torch."""
-    with pytest.raises(Terminated) as caught, stopping_early(lambda event: None):
-        with contextlib.suppress(BaseException):
-            signal.raise_signal(number)
-        with raising_on_sigterm(lambda: None):
-            pytest.fail("ranks were started")
+
+    def imports_and_starts() -> None:
+        with stopping_early(lambda event: None):
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(number)
+            with raising_on_sigterm(lambda: None):
+                pytest.fail("ranks were started")
+
+    with pytest.raises(Terminated) as caught:
+        imports_and_starts()
     assert caught.value.code == STOPPED
 
 
