@@ -10,6 +10,7 @@ import pytest
 from hocket.catalogue import hardware, shapes
 from hocket.cost.constants import stacks
 from hocket.cost.measured_stage import GRADIENT_BYTES
+from hocket.jobs.plan import plan_training
 from hocket.jobs.planner_problem import default_precision
 from hocket.planning.fit import HEADROOM
 from hocket.planning.plan import best_layouts, plan_one
@@ -113,6 +114,12 @@ def test_deepseek_v3_fits_as_published() -> None:
     )
     (even,) = plan_one(problem, layout).layouts
     assert even.fits
+    (asked,) = plan_training(  # as a user asks: Megatron's own rules are no obstacle
+        "deepseek-v3", cluster="256x8xH800-SXM", seq_len=4096, global_batch=15360,
+        precision="fp8", expert_imbalance=1.0, stack="megatron-core", layout=str(layout),
+    ).layouts  # fmt: skip
+    assert asked.fits
+    assert asked.memory == even.memory
     (plain,) = plan_one(dataclasses.replace(problem, precision="bf16"), layout).layouts
     assert plain.memory_by_kind["activations"] > 1.2 * even.memory_by_kind["activations"]
     assert not plan_one(dataclasses.replace(problem, expert_imbalance=1.5), layout).best.fits

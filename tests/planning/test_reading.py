@@ -103,8 +103,6 @@ def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str, problem
         chosen[-1] = next(one for one in drawn if one.layout.ep > 1)
     for found in chosen:
         precisions = [p for p in limits.precisions if p not in ("fp4", "fp32")]
-        if "norm" in found.layout.recompute:
-            precisions = ["bf16"]
         precision = precisions[len(made) % len(precisions)]
         asked = dataclasses.replace(bounded, precision=precision)
         made.append((job(asked, found), emit(tool, asked, found)))

@@ -206,8 +206,13 @@ def test_modules_that_are_recomputed() -> None:
     assert "cfg.model.recompute_modules = ['layernorm', 'moe_act']\n" in bridge
     latent = dataclasses.replace(EXPERTS, shape=shape("deepseek-v3"))
     assert "layernorm moe_act mla_up_proj" in emitted("megatron", text, latent)
-    with pytest.raises(LayoutError, match="recompute norm or activation with precision fp8"):
+    eight = tool_rules.flags(
         emitted("megatron", text, dataclasses.replace(EXPERTS, precision="fp8"))
+    )
+    assert eight["--fp8-recipe"] == "tensorwise"
+    four = dataclasses.replace(EXPERTS, cluster=MODERN.cluster, precision="fp4")
+    with pytest.raises(LayoutError, match="recompute norm or activation with precision fp4"):
+        emitted("megatron", text, four)
 
 
 def test_megatron_fsdp_and_the_environment() -> None:

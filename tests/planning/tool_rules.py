@@ -120,7 +120,8 @@ def megatron(text: str, facts: Facts) -> None:
     assert modules <= {"layernorm", "moe_act", "mla_up_proj"}
     assert not modules or found["--recompute-granularity"] == "selective"
     assert "moe_act" not in modules or "--moe-grouped-gemm" in found
-    assert not modules or "--fp8-format" not in found
+    if {"layernorm", "moe_act"} & modules and "--fp8-format" in found:
+        assert found.get("--fp8-recipe", "delayed") != "delayed"  # TransformerConfig.__post_init__
     assert not {"--fp8-format", "--fp4-format"} <= set(found)
     if "--optimizer-cpu-offload" in found:
         assert "--use-precision-aware-optimizer" in found

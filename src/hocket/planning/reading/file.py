@@ -88,6 +88,8 @@ def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
     tool = configuration.tool
     if tool == "megatron":
         flags = {**_without_defaults(text, megatron._megatron_flags(job)), **dict.fromkeys(OTHERS)}
+        if re.search(r"--fp8-recipe[ =]+(?!delayed)", text):  # any other one will do
+            flags.pop("--fp8-recipe", None)
         environment = megatron._megatron_environment(job)
         return changed_environment(words.edit_flags(text, flags), environment)
     if tool == "torchtitan":

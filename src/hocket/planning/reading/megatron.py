@@ -208,7 +208,7 @@ def _megatron(tool: str, found: dict[str, Any], spelled: dict[str, str]) -> Tool
     used |= {
         "--overlap-grad-reduce", "--overlap-param-gather", "--ckpt-format", "--attention-backend",
         "--moe-grouped-gemm", "--moe-token-dispatcher-type", "--use-precision-aware-optimizer",
-        "--no-gradient-accumulation-fusion", "--num-layers",
+        "--no-gradient-accumulation-fusion", "--num-layers", "--fp8-recipe",
     }  # fmt: skip
     gpus = world or None
     others = {spelled.get(k, k): v for k, v in found.items() if k not in used}

@@ -50,10 +50,9 @@ MEGATRON_RULES = (
         lambda at, facts: at.recomputes("activation") & (facts.experts == 0),
     ),
     ToolRule(
-        "recompute norm or activation with precision {precision}: its delayed scaling keeps them",
+        "recompute norm or activation with precision {precision}: its rules have them for 8 bits",
         lambda at, facts: (
-            (at.recomputes("norm") | at.recomputes("activation"))
-            & (facts.precision in ("fp8", "fp4"))
+            (at.recomputes("norm") | at.recomputes("activation")) & (facts.precision == "fp4")
         ),
     ),
 )
@@ -198,6 +197,8 @@ def _megatron_flags(job: ToolJob) -> dict[str, Any]:
         "--fp16": precision == "fp16",
         "--bf16": precision in ("bf16", "fp8", "fp4"),
         "--fp8-format": "hybrid" if precision == "fp8" else None,
+        # Its default, delayed scaling, rejects norms and activations that are made again.
+        **({"--fp8-recipe": "tensorwise"} if precision == "fp8" and modules else {}),
         "--fp4-format": "e2m1" if precision == "fp4" else None,
     }
 
