@@ -8,9 +8,11 @@ import json
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hocket.cli.main import main
+from hocket.planning.serving_load import load_columns
 from hocket.planning.serving_table import parse_serving_row, read_serving_table
 from hocket.planning.validate_serving import (
     FIELDS,
@@ -245,6 +247,33 @@ def test_requests_of_unequal_length_do_not_run_in_waves() -> None:
     first, second, third = price_serving_rows([equal, shared, drawn])
     assert second.ttft < first.ttft
     assert second.tpot == third.tpot != first.tpot
+
+
+@pytest.mark.parametrize("notes", ["", " of ShareGPT"])
+def test_a_run_that_ends_takes_as_long_as_its_steps(notes: str) -> None:
+    """200 answers of equal lengths, and of lengths drawn one by one, step by step to the last."""
+    line = _line(mode="inflight_max_load", isl="200", osl="200")
+    rows = [
+        parse_serving_row(line | {"id": str(n), "notes": f"{n} requests{notes} at once"})
+        for n in (200, 10**7)
+    ]
+    run, endless = [row for row in rows if not isinstance(row, str)]
+    assert (run.total, run.varied) == (200, notes != "")
+    at = load_columns([run])
+    random = np.random.default_rng(0)
+    lengths = random.exponential(200, (50, 200)).round() if notes else np.full((1, 200), 200)
+    alive = np.array([(lengths > token).sum(1) for token in range(int(lengths.max()))])
+    numbers, none = np.arange(1, 201), np.zeros(1)
+    seconds = np.array([at.step(none, none, none + n, 300.0)[0] for n in numbers])
+    steps = np.where(alive > 0, seconds[np.maximum(alive, 1) - 1], 0.0).sum(0).mean()
+    found = price_serving_rows([run])[0]
+    prompts = at.step(at.prompt * 200, at.prompt / 2, none, at.prompt)[0]
+    assert found.throughput == pytest.approx(200 * 200 / (steps + prompts), rel=0.03)
+    steady = parse_serving_row(line | {"notes": ""})
+    assert not isinstance(steady, str)
+    many, always = price_serving_rows([endless, steady])
+    assert many.throughput == pytest.approx(always.throughput, rel=0.01)
+    assert found.throughput < always.throughput
 
 
 def test_a_prompt_that_is_not_stated_has_its_data_sets_length() -> None:

@@ -11,6 +11,9 @@ gives each a token, and prompts of those that follow run in the same step:
     b                   no more than the cache holds, or the engine takes
     first token         waiting for a place, then for the prompts before it and its own
 
+A run of so many requests at once ends (`whole_run`): its batch is full while some wait, and then
+empties, slowly where the lengths of answers differ.
+
 Requests of equal length that started together stay together: their chunk is as large as a step
 allows. Where waiting prompts go before decoding (`waves`), all of them run first, half of which
 each waits for before its first token and half of which after it. Where prompts need more than every
@@ -48,6 +51,13 @@ HALVINGS = 20
 ROUNDS = 12
 """Of the fixed point of separated workers; it is damped and has settled long before."""
 
+LONGEST = 9.0
+"""Longest answer where lengths differ, over their mean: vLLM's benchmark takes from ShareGPT what
+has at most 2,048 tokens with its prompt, of which answers have 200 and prompts 220 on average."""
+
+INTERVALS = 60
+"""Of the time in which the last batch of a run empties."""
+
 BURST = 0.05
 """Of all prompts at once, the share that a request waits for on average as well: all of them start
 together, and benchmarks run ten requests for each at once (half of the prompts, once in ten)."""
@@ -80,6 +90,7 @@ class LoadColumns:
     prompt: Floats
     output: Floats
     varied: Floats
+    total: Floats
     goal: Floats
     median: Floats
     sampled: Floats
@@ -191,6 +202,7 @@ def load_columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumn
         prompt=np.array([r.prompt for r in rows]),
         output=np.array([r.output for r in rows]),
         varied=np.array([float(r.varied) for r in rows]),
+        total=np.array([r.total for r in rows]),
         goal=np.array([r.goal for r in rows]),
         median=np.array([float(r.median) for r in rows]),
         sampled=np.array([float(r.sampled) for r in rows]),
@@ -241,6 +253,9 @@ def continuous(at: LoadColumns) -> LoadSolution:
     usual = np.where(share < 0.5, without, mixed)  # most steps are of one kind
     tpot = np.where(at.median > 0, usual, tpot)
     throughput = np.where(closed & waves, running * at.output / cycle, decoding / each)
+    ends = np.isfinite(at.total)
+    if ends.any():
+        throughput = np.where(ends, whole_run(at, most, budget, throughput), throughput)
     return LoadSolution(
         tpot=tpot,
         ttft=c.prefill_time + queue + start,
@@ -248,6 +263,30 @@ def continuous(at: LoadColumns) -> LoadSolution:
         batch=decoding,
         fits=np.where(room >= 1.0, 1.0, 0.0),
     )
+
+
+def whole_run(at: LoadColumns, most: Floats, budget: Floats, rate: Floats) -> Floats:
+    """Output tokens/s of `at.total` requests that are sent at once, from then to the last token.
+
+    Those that wait for a place leave at the steady `rate` of a full batch. Of the last batch all
+    prompts run first; then it empties as answers end: all at once where they are equally long, else
+    as exponentially distributed lengths do, the longest `LONGEST` times the mean.
+    """
+    total = np.where(np.isfinite(at.total), at.total, 1.0)
+    last = np.minimum(total, np.maximum(most, 1.0))
+    none = np.zeros_like(last)
+    chunk = np.minimum(budget, last * at.prompt)
+    seen = np.where(at.prompt > chunk, at.prompt, np.minimum(chunk, at.prompt) + 1) / 2
+    seconds = (total - last) * at.output / rate
+    seconds = seconds + last * at.prompt / chunk * at.step(chunk, seen, none, at.prompt)
+    for moment in (np.arange(INTERVALS) + 0.5) * LONGEST / INTERVALS:  # in mean answers
+        left = last * np.where(at.varied > 0, np.exp(-moment), 1.0)
+        span = np.where(at.varied > 0, LONGEST, 1.0) / INTERVALS
+        token = np.where(at.varied > 0, moment, moment / LONGEST) * at.output
+        decoding = at.step(none, none, np.maximum(left, 1.0), at.prompt + token)
+        seconds = seconds + span * at.output * decoding * -np.expm1(-left)
+    found: Floats = total * at.output / seconds
+    return found
 
 
 def saturated(at: LoadColumns) -> LoadSolution:

@@ -156,6 +156,9 @@ README); notes name its exports by their date."""
 VARIED = rf"{NAMED_MOST}|sharegpt|lengths drawn|outputs ended early"
 """Notes of rows whose requests are not equally long; isl and osl are then means."""
 
+AT_ONCE = r"(\d+) requests (?:of \S+ )?at once"
+"""Notes of runs that send all requests at once and divide all tokens by the whole time."""
+
 MAINSTREAM = r"(A100|H100|H200)"
 
 
@@ -178,6 +181,7 @@ class ServingTableRow:
         key: rows of one key are the same run, measured again.
         load: sequences at once; infinity where as many as fit.
         sampled: tokens are drawn with top-p and penalties by PyTorch.
+        total: requests of a run that ends, all sent at once; infinity of one without an end.
         goal: seconds per token, on average, that a server under its highest rate keeps.
         prompt, output: tokens of a request. varied: their lengths differ, these are means.
         prices: of one replica; `prefill` and `decode` where they are separated.
@@ -207,6 +211,7 @@ class ServingTableRow:
     tpot: float | None
     ttft: float | None
     throughput: float | None
+    total: float = float("inf")
     goal: float = float("inf")
     median: bool = False
     sampled: bool = False
@@ -307,6 +312,7 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
         prompt=prompt,
         output=output,
         varied=varied or mode in MLPERF_GOALS or mode == "steady_closed_loop",
+        total=float(ends[1]) if (ends := re.search(AT_ONCE, notes, re.I)) else float("inf"),
         goal=MEAN_OF_P99 * MLPERF_GOALS.get(mode, float("inf")),
         prices=prices,
         prefill=prefill,
