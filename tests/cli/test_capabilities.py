@@ -10,6 +10,7 @@ import pytest
 
 from hocket.cli import capabilities, installed
 from hocket.cli.main import VERBS, main
+from hocket.spec.install import install_line
 
 
 def test_a_missing_extra_moves_its_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_a_missing_extra_moves_its_verbs(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     found = capabilities.capability_lines()
     assert "serve" not in found[0].removeprefix("works here: ").split(", ")
-    assert "needs pip install 'hocket[serve]': serve" in found
+    assert f"needs {install_line('serve')}: serve" in found
     assert set(whole.removeprefix("works here: ").split(", ")) <= set(VERBS)
     assert installed.NEEDS["serve"] == "serve"
 

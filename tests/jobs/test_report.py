@@ -10,6 +10,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import report
+from hocket.spec.install import install_line
 from tests.reporting.run_folders import make
 
 
@@ -85,7 +86,7 @@ def test_without_matplotlib_the_extra_is_named(
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["report", str(make(tmp_path / "run")), "--format", "png"]) == 2
-    assert 'pip install "hocket[report]"' in capsys.readouterr().err
+    assert install_line("report") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

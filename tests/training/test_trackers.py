@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hocket.spec.errors import OptionError
+from hocket.spec.install import install_line
 from hocket.spec.run import RunSpec
 from hocket.training import trackers
 from hocket.training.metrics import TrainingMetrics
@@ -123,7 +124,7 @@ def test_what_is_not_there_is_rejected_before_ranks_start(monkeypatch: pytest.Mo
     monkeypatch.setitem(trackers.LIBRARIES, "wandb", "no_such_module")
     with pytest.raises(OptionError, match="needs the package no_such_module") as error:
         trackers.tracker_names("tensorboard,wandb" if "tensorboard" in sys.modules else "wandb")
-    assert error.value.hint == "pip install 'hocket[trackers]'"
+    assert error.value.hint == install_line("trackers")
 
 
 def test_a_run_of_the_version_before_keeps_its_tensorboard() -> None:

@@ -6,8 +6,9 @@ import importlib.util
 import os
 import shutil
 
-from hocket.cli.installed import EXTRAS, NEEDS, install_line
+from hocket.cli.installed import EXTRAS, NEEDS
 from hocket.cli.main import VERBS
+from hocket.spec.install import install_line
 
 
 def capability_lines() -> list[str]:
@@ -27,14 +28,14 @@ def capability_lines() -> list[str]:
     for extra, names in missing.items():
         verbs = [verb for verb in VERBS if NEEDS.get(verb) == extra]
         if names:
-            found.append(f"needs {install_line(f'hocket[{extra}]')}: {', '.join(verbs)}")
+            found.append(f"needs {install_line(extra)}: {', '.join(verbs)}")
     if shutil.which(os.environ.get("CC", "cc")) is None:
         found.append("needs a C compiler (apt install gcc): fast serving on CPU")
     if not rehearses:
         found.append("needs a C++ compiler (apt install g++): rehearse, --dry-run, --compile")
     for module, extra, what in OPTIONAL:
         if importlib.util.find_spec(module) is None:
-            found.append(f"needs {install_line(f'hocket[{extra}]')}: {what}")
+            found.append(f"needs {install_line(extra)}: {what}")
     if not _has_gpus():
         found.append("needs a CUDA GPU: bf16 and fp8 at speed, NCCL, hocket doctor --gpu")
     return found

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-import sys
-from pathlib import Path
 
 from hocket.spec.errors import OptionError
+from hocket.spec.install import install_line
 
 EXTRAS = {
     "train": (
@@ -44,7 +43,7 @@ def require_extra(verb: str) -> None:
     if missing:
         raise OptionError(
             f"hocket {verb} needs packages that are not installed: {', '.join(missing)}",
-            hint=install_line(f"hocket[{extra}]"),
+            hint=install_line(extra),
         )
     found = importlib.metadata.version("transformers")
     oldest, beyond = TRANSFORMERS
@@ -53,14 +52,6 @@ def require_extra(verb: str) -> None:
             f"transformers {found} is installed; hocket works with {oldest} and before {beyond}",
             hint=f"pip install 'transformers>={oldest},<{beyond}'",
         )
-
-
-def install_line(package: str) -> str:
-    """The command that installs a package into this environment, by the tool that made it."""
-    for receipt, tool in (("uv-receipt.toml", "uv tool"), ("pipx_metadata.json", "pipx")):
-        if (Path(sys.prefix) / receipt).exists():
-            return f"{tool} install --force '{package}'"
-    return f"pip install '{package}'"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

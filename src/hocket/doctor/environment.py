@@ -19,6 +19,7 @@ from typing import Any
 
 from hocket.doctor.check import Cannot, CheckOutcome, GpuCheck
 from hocket.doctor.place import Place
+from hocket.spec.install import install_line
 from hocket.spec.units import format_bytes
 
 PACKAGES = (
@@ -134,7 +135,7 @@ def packages(place: Place) -> CheckOutcome:
             place.values[name] = metadata.version(name)
     for name in ("torch", "transformers"):
         if name not in place.values:
-            place.failures.append(f"{name} is not installed: pip install 'hocket[train]'")
+            place.failures.append(f"{name} is not installed: {install_line('train')}")
     return place.outcome()
 
 

@@ -25,6 +25,7 @@ from hocket.jobs.probe import BUSY, Listener, ProbeTarget, measure_machine, pres
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.files import write_text
+from hocket.spec.install import install_line
 from hocket.spec.measured import MachineMeasurements
 from hocket.spec.user_cache import cache_folder
 
@@ -244,7 +245,7 @@ def _alone(wait: float) -> Iterator[None]:
 def _require_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise OptionError(
-            "measuring needs torch, which is not installed", hint="pip install 'hocket[train]'"
+            "measuring needs torch, which is not installed", hint=install_line("train")
         )
 
 

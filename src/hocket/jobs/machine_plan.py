@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError, unknown
+from hocket.spec.install import install_line
 from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -176,7 +177,7 @@ def problem(
         raise OptionError(
             "a model is traced in the type it is trained in before it is estimated on a CPU, which "
             "needs torch",
-            hint="pip install 'hocket[train]'",
+            hint=install_line("train"),
         )
     asked = request(
         {"model": model, "seq_len": seq_len, "global_batch": global_batch, "dtype": precision,

@@ -18,6 +18,7 @@ from hocket.spec.capabilities import (
 )
 from hocket.spec.errors import OptionError
 from hocket.spec.expert_dispatch import DEEPEP, require_deepep
+from hocket.spec.install import install_line
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.schedule import INPUT, WEIGHT
@@ -125,7 +126,7 @@ def reject_precision(
     )
     if why is not None:
         lacking = cuda and not library and not halved
-        hint = "pip install 'hocket[fp8]'" if lacking else "--dtype bf16"
+        hint = install_line("fp8") if lacking else "--dtype bf16"
         raise OptionError(why, hint=hint)
     again = set(recompute.modules(layout.recompute)) & set(recompute.MADE_AGAIN)
     if options.compile and again:

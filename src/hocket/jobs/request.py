@@ -18,6 +18,7 @@ from hocket.jobs import memory
 from hocket.spec import expert_dispatch, renamed
 from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
+from hocket.spec.install import install_line
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.links import Links
 from hocket.spec.precision import OPTIMIZERS, QUANTIZED_BASES
@@ -371,7 +372,7 @@ def check_options(options: TrainOptions) -> None:
     if options.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise OptionError(
             "--optimizer adamw_8bit needs the package bitsandbytes",
-            hint='pip install "hocket[lora]"',
+            hint=install_line("lora"),
         )
     memory.memory_limit(options)
     if options.token_window is not None:
@@ -437,10 +438,10 @@ def _check_lora(options: TrainOptions) -> None:
         )
     _below_one("lora_dropout", options.lora_dropout)
     if importlib.util.find_spec("peft") is None:
-        raise OptionError("--lora-rank needs the package peft", hint='pip install "hocket[lora]"')
+        raise OptionError("--lora-rank needs the package peft", hint=install_line("lora"))
     if options.quantize_base is not None:
         _one_of("quantize_base", options.quantize_base, tuple(QUANTIZED_BASES))
     if options.quantize_base is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise OptionError(
-            "--quantize-base needs the package bitsandbytes", hint='pip install "hocket[lora]"'
+            "--quantize-base needs the package bitsandbytes", hint=install_line("lora")
         )

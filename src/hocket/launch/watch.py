@@ -24,6 +24,7 @@ from typing import IO, Any
 from hocket.launch import failure, lines
 from hocket.launch.heartbeat import Beat, Hearts
 from hocket.spec.errors import RankFailure
+from hocket.spec.install import install_line
 
 Event = dict[str, Any]
 TAIL = 20  # lines of a dead rank's output that its failure shows
@@ -148,7 +149,7 @@ class Watch:
                 wrong = "; ".join(f"{k}: {v}" for k, v in message["wrong"].items())
                 raise RankFailure(
                     f"what ranks need cannot be imported: {wrong}",
-                    hint="pip install 'hocket[train]'",
+                    hint=install_line("train"),
                 )
             case "began":
                 self.ranks[message["rank"]].pid = message["pid"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import ModelError
+from hocket.spec.install import install_line
 
 _PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)')
 
@@ -37,7 +38,7 @@ def package() -> Path:
     """
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
-        raise ModelError("transformers is not installed", hint='pip install "hocket[train]"')
+        raise ModelError("transformers is not installed", hint=install_line("train"))
     return Path(found.origin).parent
 
 

@@ -15,6 +15,7 @@ from hocket.reporting.payload import run_parts, run_verdict
 from hocket.reporting.record import RunRecord
 from hocket.spec.errors import OptionError
 from hocket.spec.forecast import KINDS
+from hocket.spec.install import install_line
 from hocket.spec.schedule import RECEIVES, SENDS
 from hocket.spec.timeline import Timeline
 
@@ -81,7 +82,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise OptionError(
-            "--format png needs the package matplotlib", hint='pip install "hocket[report]"'
+            "--format png needs the package matplotlib", hint=install_line("report")
         ) from None
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

@@ -26,6 +26,7 @@ from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Stage
 from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.imports import plain_bitsandbytes
+from hocket.spec.install import install_line
 
 BLOCK = 64
 """Entries that share a scale (section 3 of the paper)."""
@@ -49,7 +50,7 @@ def load_library() -> Any:
     except ImportError as error:
         raise OptionError(
             f"bitsandbytes cannot be imported: {error}",
-            hint="pip install 'hocket[lora]'",
+            hint=install_line("lora"),
         ) from None
     return functions
 

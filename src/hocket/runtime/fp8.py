@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.linear import DeferrableLinear
 from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.install import install_line
 from hocket.spec.plan import StagePlan
 
 MULTIPLE = 16
@@ -45,7 +46,7 @@ def fp8_matmul(emulate: bool = False) -> Product:
     except ImportError as error:
         raise OptionError(
             f"fp8 matmuls need torchao, which cannot be imported: {error}",
-            hint="pip install 'hocket[fp8]'",
+            hint=install_line("fp8"),
         ) from None
     # Tokens of a microbatch are an inner size too, of dW, and may be any number.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hocket.spec.errors import DataError, nearest
+from hocket.spec.install import install_line
 from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_paths import Source, compression, suffix_of
 from hocket.training.file_contents import encoding_hint, not_utf8, other_contents
@@ -173,7 +174,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.csv
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise DataError(f"data {path} needs pyarrow", hint='pip install "hocket[train]"') from None
+        raise DataError(f"data {path} needs pyarrow", hint=install_line("train")) from None
     return pyarrow
 
 

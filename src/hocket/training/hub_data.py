@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hocket.models import hub, repo_id
 from hocket.spec.errors import DataError, HocketError, nearest
+from hocket.spec.install import install_line
 
 TRAIN = "train"
 CARD = "README.md"
@@ -159,7 +160,7 @@ def splits_of(root: Path, subset: str | None, name: str) -> dict[str, list[Path]
     except ModuleNotFoundError:
         raise DataError(
             f"data {name}: a directory of records needs datasets",
-            hint='pip install "hocket[train]"',
+            hint=install_line("train"),
         ) from None
     datasets.disable_progress_bars()
     try:

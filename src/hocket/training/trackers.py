@@ -22,6 +22,7 @@ from typing import Any
 
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.files import parse_json, write_text
+from hocket.spec.install import install_line
 from hocket.spec.run import RunSpec
 
 SCALARS = (
@@ -50,7 +51,7 @@ def tracker_names(text: str | None) -> list[str]:
         if importlib.util.find_spec(LIBRARIES[name]) is None:
             raise OptionError(
                 f"the tracker {name} needs the package {LIBRARIES[name]}",
-                hint="pip install 'hocket[trackers]'",
+                hint=install_line("trackers"),
             )
     return found
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.install import install_line
 
 MAX_PATTERN = 32768
 """Most characters of all regular expressions of a structure."""
@@ -57,7 +58,7 @@ def _library() -> Any:
         return importlib.import_module("llguidance")
     except ModuleNotFoundError:
         raise OptionError(
-            "structured output needs llguidance", hint="pip install 'hocket[serve]'"
+            "structured output needs llguidance", hint=install_line("serve")
         ) from None
 
 
