@@ -189,6 +189,8 @@ def test_a_signal_that_an_import_catches_is_not_lost(number: signal.Signals) -> 
 def test_a_task_of_srun_that_is_imported_ends_with_code_0() -> None:
     code = (
         "import signal, sys, hocket.__main__, hocket.cli.main\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"  # another test's process may ignore it
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\n"
         "def run():\n"
         "    try: signal.raise_signal(signal.SIGTERM)\n"
         "    except BaseException: return 7\n"
