@@ -158,6 +158,13 @@ def test_a_damaged_checkpoint_newer_than_the_next_one_goes_too(tmp_path: Path) -
     assert [p.name for p in words.checkpoints(tmp_path)] == ["step-000005", "step-000002"]
 
 
+def test_a_damaged_checkpoint_of_a_multiple_is_kept_for_good(tmp_path: Path) -> None:
+    """A disk that could not be read once may be read again."""
+    for step in (3, 4, 6, 7):
+        save(tmp_path, Held(step), step, keep=1, keep_every=3, damaged=["step-000006"])
+    assert [p.name[-1] for p in words.checkpoints(tmp_path)] == ["7", "6", "3"]
+
+
 def test_a_step_saved_again_replaces_itself(tmp_path: Path) -> None:
     save(tmp_path, Held(1), 4)
     held = Held(2)

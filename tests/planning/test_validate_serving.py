@@ -274,6 +274,9 @@ def test_a_run_that_ends_takes_as_long_as_its_steps(notes: str) -> None:
     many, always = price_serving_rows([endless, steady])
     assert many.throughput == pytest.approx(always.throughput, rel=0.01)
     assert found.throughput < always.throughput
+    none_at_all = parse_serving_row(line | {"notes": "0 requests at once"})
+    assert not isinstance(none_at_all, str)
+    assert none_at_all.total == float("inf")
 
 
 def test_a_prompt_that_is_not_stated_has_its_data_sets_length() -> None:

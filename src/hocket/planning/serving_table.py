@@ -156,7 +156,7 @@ README); notes name its exports by their date."""
 VARIED = rf"{NAMED_MOST}|sharegpt|lengths drawn|outputs ended early"
 """Notes of rows whose requests are not equally long; isl and osl are then means."""
 
-AT_ONCE = r"(\d+) requests (?:of \S+ )?at once"
+AT_ONCE = r"\b([1-9]\d*) requests (?:of \S+ )?at once"
 """Notes of runs that send all requests at once and divide all tokens by the whole time."""
 
 MAINSTREAM = r"(A100|H100|H200)"

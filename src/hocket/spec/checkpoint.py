@@ -208,19 +208,16 @@ def delete_old(
     multiples of `keep_every` steps.
 
     Args:
-        damaged: names of those that could not be resumed from. They are deleted and not counted:
-            where saves are by time, no later one has their step and replaces them.
+        damaged: names of those that could not be resumed from. They are old and not counted: where
+            saves are by time, no later one has their step and replaces them.
     """
     newest = step_folder(folder, step)
     found = checkpoints(folder)
     spoiled = [path for path in found if path.name in damaged and path != newest]
     whole = [path for path in found if path not in spoiled]
-    old = [
-        path
-        for path in whole[whole.index(newest) + max(keep, 1) :]
-        if not keep_every or int(path.name.removeprefix("step-")) % keep_every
-    ]
-    for path in spoiled + old:
+    for path in spoiled + whole[whole.index(newest) + max(keep, 1) :]:
+        if keep_every and int(path.name.removeprefix("step-")) % keep_every == 0:
+            continue
         # The manifest goes first: a folder half deleted must not look like a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
