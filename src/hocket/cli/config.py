@@ -225,9 +225,10 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         data = _yaml(text, path) if file.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except FileNotFoundError:
+        written = shlex.quote(str(file.with_suffix(".toml")))
+        then = "" if file.suffix == ".toml" else f"\n        then --config {written}"
         raise OptionError(
-            f"there is no file {path}",
-            hint=f"hocket config show {verb} > {shlex.quote(str(file.with_suffix('.toml')))}",
+            f"there is no file {path}", hint=f"hocket config show {verb} > {written}{then}"
         ) from None
     except IsADirectoryError:
         raise OptionError(
