@@ -1,4 +1,4 @@
-"""What a save costs training: blocking and in the background, in turns within one run.
+"""What a save and a comparison of replicas cost training, in turns within one run.
 
     python -m benchmarks.saves                       all layouts: about ten minutes on two cores
     python -m benchmarks.saves --layout dp2:zero=3 --cycles 9
@@ -6,8 +6,8 @@
 A run takes cycles of 20 steps: without a save, with a blocking one, with one in the background,
 after the first step. The cost of a save is the time that its cycle takes longer than the cycles
 without one before and after it, in steps: it counts whatever the writer takes away from training,
-not only how long the loop stands still. *stall* is that: the time inside the call, in steps. The
-model is a Llama of about a million parameters at 4,096 tokens a rank and step; one thread a rank.
+XXMARK
+*compared* is the time inside the call that compares data-parallel replicas, in steps. The model is a Llama of about a million parameters at 4,096 tokens a rank and step; one thread a rank.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def rank(context: Any, payload: dict[str, Any]) -> None:
     from hocket.training.dataset import BatchOrder, open_dataset
     from hocket.training.faults import Faults
     from hocket.training.inputs import Inputs
+    from hocket.training.replicas import ReplicaCheck
     from hocket.training.saving import Saves
     from hocket.training.token_manifest import TRAIN, Tokens
 
@@ -84,6 +85,14 @@ def rank(context: Any, payload: dict[str, Any]) -> None:
         if context.rank == 0:
             row = {"event": "cycle", "mode": mode, "seconds": seconds, "stall": stall}
             context.emit(row)
+    replicas = ReplicaCheck(context, job.parallel, job.optimizer, repair=False)
+    for _ in range(EVERY if replicas.needed else 0):
+        step(index)
+        index += 1
+        called = time.perf_counter()
+        replicas.compare(index)
+        if context.rank == 0:
+            context.emit({"event": "compared", "seconds": time.perf_counter() - called})
 
 
 def measure(layout: str, cycles: int, folder: Path) -> dict[str, Any]:
@@ -107,10 +116,13 @@ def measure(layout: str, cycles: int, folder: Path) -> dict[str, Any]:
     _, tokens, config = prepare.data(job, run, lambda *_: None)
     spec = prepare.write_run(prepare.fitted_to(job, tokens), run, config, "train")
     rows: list[dict[str, Any]] = []
+    compared: list[float] = []
 
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "cycle":
             rows.append(event)
+        elif event["event"] == "compared":
+            compared.append(event["seconds"])
 
     with Launcher("cpu", 1, preload=["hocket.training.build"]) as launcher:
         launcher.run(
@@ -118,7 +130,10 @@ def measure(layout: str, cycles: int, folder: Path) -> dict[str, Any]:
             {"run": str(run.path), "cycles": cycles}, hear,
             startup_timeout=300.0, silence_timeout=900.0,
         )  # fmt: skip
-    return {"layout": layout, **costs(rows[2:])}
+    found = {"layout": layout, **costs(rows[2:])}
+    if compared:
+        found["compared"] = statistics.median(compared) / found["step_seconds"]
+    return found
 
 
 def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -171,10 +186,11 @@ def main() -> None:
                     f"{blocking['stall']:.3f}", f"{later['stall']:.3f}",
                     f"{blocking['cost']:.3f}", f"{later['cost']:.3f}",
                     f"{later['stall'] / blocking['stall']:.3f}",
+                    f"{row['compared']:.4f}" if "compared" in row else "",
                 ]
             )  # fmt: skip
     heads = ["layout", "step ms", "stall, blocking", "background", "cost, blocking", "background",
-             "stall ratio"]  # fmt: skip
+             "stall ratio", "compared"]  # fmt: skip
     print(table_text(heads, cells))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1))

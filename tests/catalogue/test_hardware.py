@@ -109,6 +109,8 @@ def test_prices_are_dated():
         ("8xH10O", "unknown GPU", "H100"),
         ("8xA10O-SXM", "unknown GPU", "A100-SXM"),
         ("1x16xH100", "holds 8", "2x8xH100-SXM-80"),
+        ("4x8xGB200", "holds 4", "8x4xGB200-186"),
+        ("2x0xH100", "not 0", "1x8xH100-SXM-80"),
         ("12xH100", "do not fill", "2x6xH100-SXM-80"),
         ("2x8xDGX-H100", "kind of node", "2xDGX-H100"),
         ("0xH100", "no GPU", "8xH100"),

@@ -332,6 +332,14 @@ def test_a_file_that_is_no_lock_is_named(tmp_path: Path, text: str) -> None:
         lock.reject_locked(tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "run", Path("/proc/none/run")):
+        with pytest.raises(RunFolderError, match=f"{path.parent}.* cannot be made") as caught:
+            lock.locked(path, "train").__enter__()
+        assert caught.value.hint
+
+
 def test_what_was_made_for_a_lock_goes_with_it(tmp_path: Path) -> None:
     with lock.locked(tmp_path / "runs" / "one", "train"):
         pass

@@ -117,10 +117,7 @@ def node(name: str, device: Gpu | None = None, num_gpus: int | None = None) -> N
     most = int(table["num_gpus"])
     count = most if num_gpus is None else num_gpus
     if not 1 <= count <= most:
-        raise OptionError(
-            f"a node {key} holds {most} {device.name}, not {count}",
-            hint=_spread(count, most, device.name),
-        )
+        raise _crowded(key, device, most, count)
     nics = max(1, int(table["nics"]) * count // most)
     values = {k: v for k, v in table.items() if k not in ("aliases", "gpus", "unverified", "note")}
     values |= {"num_gpus": count, "nics": nics, "pcie": _pcie(device.name)}
@@ -163,6 +160,8 @@ def cluster(text: str) -> Cluster:
     kind = _nodes_of(device.name)[0] if kind is None else kind
     whole = node(kind, device)
     if second is not None:
+        if int(second) > whole.num_gpus:
+            raise _crowded(whole.name, device, whole.num_gpus, int(second), nodes=int(first))
         return _named(int(first), node(kind, device, int(second)))
     total = int(first or 1)
     if total < 1:
@@ -222,6 +221,13 @@ def _named(num_nodes: int, node: Node) -> Cluster:
     if node.name != _nodes_of(node.gpu.name)[0]:
         name += f"@{node.name}"
     return Cluster(name=name, num_nodes=num_nodes, node=node)
+
+
+def _crowded(kind: str, device: Gpu, most: int, count: int, nodes: int = 1) -> OptionError:
+    return OptionError(
+        f"a node {kind} holds {most} {device.name}, not {count}",
+        hint=_spread(nodes * count or most, most, device.name),
+    )
 
 
 def _spread(count: int, most: int, name: str) -> str:

@@ -150,11 +150,18 @@ def locked(folder: Path, job: str) -> Iterator[None]:
     In a process that has the lock already, nothing happens.
 
     Raises:
-        RunFolderError: another process has it; host and pid of it, and how to take over.
-        OSError: the folder cannot be made or written.
+        RunFolderError: another process has it; host and pid of it, and how to take over. Or the
+            folder cannot be made.
+        OSError: it cannot be written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"the folder {error.filename} cannot be made: {error.strerror}",
+            hint="name one in a place that this user may write to, such as runs/first",
+        ) from None
     file = folder / NAME
     owner = LockOwner.read(file)
     if owner is not None and owner.token in _mine:

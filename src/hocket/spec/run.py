@@ -445,7 +445,7 @@ class RunFolder:
             text = read_text(self.spec_file)
             spec = RunSpec.from_json(text)
             body = parse_json(text)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             hint = run_names.hint_of_runs(self.path)
             raise RunFolderError(f"{self.path} holds no run", hint=hint) from None
         except (*MALFORMED, OptionError) as error:
