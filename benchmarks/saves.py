@@ -6,8 +6,9 @@
 A run takes cycles of 20 steps: without a save, with a blocking one, with one in the background,
 after the first step. The cost of a save is the time that its cycle takes longer than the cycles
 without one before and after it, in steps: it counts whatever the writer takes away from training,
-XXMARK
-*compared* is the time inside the call that compares data-parallel replicas, in steps. The model is a Llama of about a million parameters at 4,096 tokens a rank and step; one thread a rank.
+not only how long the loop stands still. *stall* is that: the time inside the call, in steps.
+*compared* is the time inside the call that compares data-parallel replicas, in steps. The model is
+a Llama of about a million parameters at 4,096 tokens a rank and step; one thread a rank.
 """
 
 from __future__ import annotations
