@@ -329,6 +329,19 @@ def test_megatrons_layouts() -> None:
         megatron_layers("Etm|tL")
 
 
+@pytest.mark.parametrize("switch", ["--enable-expert-parallel", "--trust-remote-code", "--no-x"])
+def test_a_word_behind_a_switch_is_not_its_value(switch: str) -> None:
+    text = f"vllm serve {switch} qwen3-30b-a3b --tensor-parallel-size 2"
+    others, flags = words.words_and_flags(text)
+    assert others == ["vllm", "serve", "qwen3-30b-a3b"]
+    assert flags == {switch: None, "--tensor-parallel-size": "2"}
+    assert words.edit_flags(text, {switch: None}) == text.replace(f" {switch}", "")
+    assert words.edit_flags(text, {switch: True}) == text
+    valued = text.replace(switch, f"{switch} True")
+    assert words.words_and_flags(valued)[1][switch] == "True"
+    assert words.edit_flags(valued, {switch: None}) == text.replace(f" {switch}", "")
+
+
 def test_edits_keep_what_they_do_not_change() -> None:
     script = "run \\\n  --tp 2 \\\n  --keep x \\\n  --sp\n"
     assert (

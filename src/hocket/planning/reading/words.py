@@ -23,6 +23,12 @@ def variables(text: str) -> dict[str, str]:
 LISTS = ("--recompute-modules",)
 """Flags that take several words."""
 
+_SWITCH = re.compile(
+    r"--(enable|disable|no|use)-|(--trust-remote-code|--headless|--enforce-eager|-ep)$"
+)
+"""Flags without a value, or with one of `_TRUTH`: another word behind one is not its value."""
+_TRUTH = "true|false|0|1"
+
 
 def words_and_flags(text: str) -> tuple[list[str], dict[str, str | None]]:
     """Words that are no flags' values, in order, and flags with their values.
@@ -48,6 +54,9 @@ def words_and_flags(text: str) -> tuple[list[str], dict[str, str | None]]:
             found[name] = value if equals else None
             if equals:
                 name = ""
+        elif _SWITCH.match(name) and not re.fullmatch(_TRUTH, word, re.IGNORECASE):
+            name = ""
+            others.append(word)
         elif name and found[name] is None:
             found[name] = word
             name = name if name in LISTS else ""
@@ -65,9 +74,8 @@ def edit_flags(text: str, changes: Mapping[str, Any]) -> str:
         present = value is not None and value is not False
         written = f"{name}" if value is True else f"{name} {value}"
         times = "*" if name in LISTS else "?"
-        pattern = re.compile(
-            rf"{re.escape(name)}(?![\w-])(?:[= ]+(?!--)(?:'[^']*'|[^\s\\)]+)){times}"
-        )
+        own = rf"(?i:{_TRUTH})(?!\S)" if _SWITCH.match(name) else r"(?:'[^']*'|[^\s\\)]+)"
+        pattern = re.compile(rf"{re.escape(name)}(?![\w-])(?:[= ]+(?!--){own}){times}")
         match = next((m for m in pattern.finditer(text) if not _comment(text, m.start())), None)
         if match is not None:
             if present:
