@@ -117,7 +117,7 @@ def failing(ranks: RankPool, how: str, **options: Any) -> tuple[Exception, float
     seconds = time.monotonic() - begin
     assert len(pids) == 3
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert seconds < 10.0
+    assert seconds < 25.0
     return caught.value, seconds
 
 
@@ -235,8 +235,8 @@ def test_a_signal_to_the_parent_leaves_no_process(number: int, code: int) -> Non
         pids = [int(parent.stdout.readline().split()[1])]
         pids += [int(parent.stdout.readline().split()[1]) for _ in range(2)]
         parent.send_signal(number)
-        assert parent.wait(timeout=10.0) == code
-        end = time.monotonic() + 5.0
+        assert parent.wait(timeout=60.0) == code
+        end = time.monotonic() + 30.0
         while any(alive(pid) for pid in pids) and time.monotonic() < end:
             time.sleep(0.05)
         assert not [pid for pid in pids if alive(pid)]
@@ -312,7 +312,7 @@ def test_a_killed_server_is_replaced_by_its_spare(ranks: RankPool) -> None:
                 launcher.run(CASES + "wait", 2, {}, lambda event: launcher._server.kill())
         else:
             server.kill()
-        server.wait(5)
+        server.wait(60)
         assert launcher.revive()
         assert isinstance(launcher._server, SpareServer)
         events: list[dict[str, Any]] = []

@@ -48,7 +48,7 @@ def test_a_late_rank_is_named(ranks: RankPool) -> None:
     first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=2.5)
     for text, seconds in (first, third):
         assert "did not come: rank 1" in text
-        assert 2.5 <= seconds < 5.5
+        assert 2.5 <= seconds < 6.0  # when it would have come
 
 
 def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) 
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 .* was killed by SIGKILL"):
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
-    assert time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin < 30.0  # the time-out
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
     errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
     assert sorted(errors) == [0, 1]

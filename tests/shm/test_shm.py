@@ -82,7 +82,7 @@ def test_a_late_rank_is_named(ranks: RankPool) -> None:
         text, seconds = found[rank]
         assert "did not come: rank 1" in text
         assert "all-reduce" in text
-        assert seconds < 6.0
+        assert seconds < 8.0  # when it would have come
 
 
 @pytest.mark.parametrize("how", ["collective", "receive"])
@@ -96,7 +96,7 @@ def test_a_dead_rank_is_named_to_its_peers_and_to_the_parent(
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 .* was killed by SIGKILL"):
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
-    assert time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin < 30.0  # the time-out
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
     errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
     assert sorted(errors) == [0, 1]
