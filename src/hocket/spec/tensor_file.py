@@ -189,6 +189,11 @@ class TensorFile:
             at, left = at + len(part), left - len(part)
         return found
 
+    def version(self) -> list[int]:
+        """What changes with the file: its device, number, size, and times in nanoseconds."""
+        now = os.fstat(self._handle)
+        return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+
     def _read(self, at: int, count: int) -> bytearray:
         found = bytearray(count)
         self._fill(at, memoryview(found))
