@@ -24,6 +24,7 @@ from hocket.planning.reading import file, sections, servers, words
 from hocket.planning.reading.configuration import LARGEST_FILE, whole_number
 from hocket.planning.reading.megatron import changed_environment, megatron_layers
 from hocket.planning.reading.tools import READERS
+from hocket.planning.reading.torchtitan import torchtitan_toml
 from hocket.planning.service.emit import SERVERS, Deployment, server_command
 from hocket.planning.tools.emit import TOOLS, emit, job, tool_reasons
 from hocket.planning.tools.job import ToolJob
@@ -216,6 +217,50 @@ def test_modules_that_megatron_recomputes_are_read(given: str, value: str | None
         assert READERS["megatron"](text).fields["recompute"] == value
         changed = words.edit_flags(text, {"--recompute-modules": None})
         assert changed == "--recompute-granularity selective --micro-batch-size 1"
+
+
+@pytest.mark.parametrize(
+    ("more", "cut", "virtual"),
+    [
+        ("", (8, 9, 8, 7), 1),
+        ("pipeline_parallel_first_stage_less_layers = 0\n", (9, 8, 8, 7), 1),
+        ("pipeline_parallel_layers_per_stage = 9\n", (8, 9, 8, 7), 1),
+        ("pipeline_parallel_layers_per_stage = 8\n"
+         "pipeline_parallel_first_stage_less_layers = 0\n"
+         "pipeline_parallel_last_stage_less_layers = 0\n", (8, 8, 8, 8), 1),
+        ('pipeline_parallel_schedule = "Interleaved1F1B"\n', (4, 5, 4, 4, 4, 4, 4, 3), 2),
+        ('pipeline_parallel_schedule = "Interleaved1F1B"\n'
+         "pipeline_parallel_layers_per_stage = 3\n", (2, *[3] * 9, 2, 1), 3),
+        ('module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1"], '
+         '["layers.2", "layers.3"], ["norm", "output"]]\n', (1, 1, 2, 0), 1),
+    ],
+)  # fmt: skip
+def test_torchtitans_stages_are_those_of_its_rule(
+    more: str, cut: tuple[int, ...], virtual: int
+) -> None:
+    """Layers and what embedding and head count as, dealt evenly, the first stages one more."""
+    text = "[training]\nlocal_batch_size = 8\n[parallelism]\npipeline_parallel_degree = 4\n"
+    read = torchtitan_toml(text + more)
+    layout = read.layout(4, 8, 32)
+    assert (layout.pipeline_split, layout.virtual_stages) == (cut, virtual)
+    assert not read.unread
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("layers_per_stage = 5\n", "makes 7 stages over pp 4; 1f1b needs one stage a rank"),
+        ("layers_per_stage = 4\n", "makes 9 stages over pp 4"),
+        ('schedule = "Interleaved1F1B"\npipeline_parallel_layers_per_stage = 9\n',
+         "makes 4 stages over pp 4; interleaved needs two stages a rank or more"),
+        ("last_stage_less_layers = 20\n", r"leave one below zero: \[13, 13, 13, -7\]"),
+        ("first_stage_less_layers = -2\n", "must be a whole number"),
+    ],
+)  # fmt: skip
+def test_stages_that_torchtitan_rejects_are_rejected(more: str, why: str) -> None:
+    text = f"[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_{more}"
+    with pytest.raises(OptionError, match=why):
+        torchtitan_toml(text).layout(4, 8, 32)
 
 
 def test_a_launch_script_is_read_and_not_run(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def plan_from(
             f"{file} is for {found.world} GPUs, and {cluster} has {gpus}",
             hint=f"--cluster with {found.world} GPUs",
         )
-    layers = len(model_shape(name).layers) if found.layers_per_stage else None
+    stages = found.layers_per_stage or found.edges is not None
+    layers = len(model_shape(name).layers) if stages else None
     predicted = plan_training(name, layout=found.layout(gpus, batch, layers), **asked)
     tool = target(found)
     searched = plan_training(name, emit=tool, top=1, **asked)

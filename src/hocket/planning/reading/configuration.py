@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ class ToolConfiguration:
         microbatch, global_batch: sequences. seq_len: tokens.
         accumulation: microbatches of a data rank and step.
         layers_per_stage: where the number of stages follows from the model's layers.
+        edges: layers that embedding and head count as, where stages follow from them all.
         model: the tool's name of the model; precision: of matrix products.
         predictions: layers for multi-token prediction.
         quantization: of a server's weights, as `planning.service.stored` names it.
@@ -43,6 +45,7 @@ class ToolConfiguration:
     microbatch: int | None = None
     accumulation: int | None = None
     layers_per_stage: int | None = None
+    edges: tuple[int, int] | None = None
     global_batch: int | None = None
     seq_len: int | None = None
     model: str | None = None
@@ -80,7 +83,9 @@ class ToolConfiguration:
                 )
         fields = dict(self.fields)
         pp = int(fields.get("pp", 1))
-        if self.layers_per_stage and layers is not None and pp > 1:
+        if self.edges is not None and layers is not None and pp > 1:
+            fields |= self._stages(layers, pp, self.edges)
+        elif self.layers_per_stage and layers is not None and pp > 1:
             stages, rest = divmod(layers, self.layers_per_stage)
             if rest or stages % pp:
                 raise OptionError(
@@ -93,6 +98,27 @@ class ToolConfiguration:
         if fields.get("shard") == data or not fields.get("zero"):
             fields.pop("shard", None)
         return Layout(dp=data, microbatches=count, **fields)
+
+    def _stages(self, layers: int, pp: int, edges: tuple[int, int]) -> dict[str, Any]:
+        """The cut of torchtitan's `generate_llm_fqn_per_model_part`: layers with what embedding and
+        head count as are dealt evenly, the first stages have one more. Raises OptionError."""
+        virtual, whole = int(self.fields.get("virtual_stages", 1)), layers + sum(edges)
+        each = self.layers_per_stage
+        stages = pp * virtual if each is None else math.ceil(whole / each)
+        asked = f"pipeline_parallel_layers_per_stage {each} of {layers} layers + {sum(edges)}"
+        if stages % pp or (virtual == 1) != (stages == pp):
+            rule = "one stage a rank" if virtual == 1 else "two stages a rank or more"
+            raise OptionError(
+                f"{asked} makes {stages} stages over pp {pp}; {self.fields.get('schedule')} needs "
+                f"{rule}, as many on each",
+                hint="leave it out, or a number that divides so",
+            )
+        even, more = divmod(whole, stages)
+        cut = [even + (stage < more) for stage in range(stages)]
+        cut[0], cut[-1] = cut[0] - edges[0], cut[-1] - edges[1]
+        if min(cut) < 0:
+            raise OptionError(f"{stages} stages for {layers} layers leave one below zero: {cut}")
+        return {"pipeline_split": tuple(cut), "virtual_stages": stages // pp}
 
 
 def whole_number(value: object, key: str, *, least: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -91,7 +92,8 @@ def _titan(tool: str, found: dict[str, Any]) -> ToolConfiguration:
     if replicate > 1 and shard is not None and fields["zero"]:
         fields["shard"] = shard
     local = number(f"{t}local_batch_size", 8)
-    micro, count = local, None
+    micro, count, each = local, None, None
+    edges: list[int] = []
     used |= {
         f"{t}disable_cuda_graphs", f"{p}module_fqns_per_model_part",
         f"{p}pipeline_parallel_schedule", f"{p}pipeline_parallel_microbatch_size",
@@ -108,12 +110,16 @@ def _titan(tool: str, found: dict[str, Any]) -> ToolConfiguration:
         count = local // micro
         looped = fields["schedule"] in ("interleaved", "zb-v")
         fields["virtual_stages"] = 2 if looped else 1
+        keys = [f"{p}pipeline_parallel_{edge}_stage_less_layers" for edge in ("first", "last")]
+        edges = [whole_number(get(key, 1), key, least=0) for key in keys]
+        each = number(f"{p}pipeline_parallel_layers_per_stage")
         parts = get(f"{p}module_fqns_per_model_part")
         if isinstance(parts, list) and all(isinstance(part, list) for part in parts):
             cut = tuple(sum(str(m).startswith("layers.") for m in part) for part in parts)
             if len(cut) % pp:
                 raise OptionError(f"module_fqns_per_model_part has {len(cut)} parts, pp is {pp}")
             fields |= {"pipeline_split": cut, "virtual_stages": len(cut) // pp}
+            edges, each = [], None
     mode = str(get("activation_checkpoint.mode", "selective" if tool == "torchtitan-0.2.2"
                    else "none"))  # fmt: skip
     notes: list[str] = []
@@ -134,13 +140,16 @@ def _titan(tool: str, found: dict[str, Any]) -> ToolConfiguration:
     if batch is None and shard is not None and local is not None:
         batch = local * replicate * shard
     data = replicate * shard if shard is not None else None
+    ends = (edges[0], edges[1]) if edges else None
     if "training.num_tokens_per_microbatch_per_dp_rank" in found:
-        return _titan_tokens(found, fields, data, used, notes)
+        read = _titan_tokens(found, fields, data, used, notes)
+        return dataclasses.replace(read, layers_per_stage=each, edges=ends)
     seq = number(f"{t}seq_len", 2048)
     return ToolConfiguration(
         tool=tool, fields=fields, data_ranks=data, microbatch=micro, accumulation=count,
         global_batch=batch, seq_len=seq, precision=precision,
-        model=f"{family} {model}" if model else None,
+        model=f"{family} {model}" if model else None, layers_per_stage=each,
+        edges=ends,
         unread=unread(found, used), notes=tuple(notes),
     )  # fmt: skip
 
