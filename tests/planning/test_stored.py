@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.catalogue import models
+from hocket.catalogue import hardware, models
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape, shape_names
 from hocket.cost.serving import WEIGHT_BYTES
@@ -18,6 +18,7 @@ from hocket.jobs.planner_problem import published_quantization
 from hocket.jobs.serving.deployment import emitted_deployment, serve_command
 from hocket.jobs.serving.plan import serve_plan
 from hocket.jobs.serving.table import plans_text
+from hocket.planning.reading import servers
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.stored import QUANTIZATIONS, stored_weights
 from hocket.spec.errors import HocketError, LayoutError, OptionError
@@ -224,17 +225,39 @@ def test_limits_of_a_servers_command_are_part_of_its_prediction(tmp_path: Path) 
         assert match is not None, text
         return int(match[1])
 
-    usual = said("--gpu-memory-utilization 0.9", "--max-num-seqs 2000")
-    assert fitting(said("--gpu-memory-utilization 0.5")) < 0.5 * fitting(usual)
-    assert fitting(said("--kv-cache-dtype fp8")) == pytest.approx(2 * fitting(usual), rel=0.1)
+    many = "--max-num-seqs 8000"
+    usual = said("--gpu-memory-utilization 0.9", many)
+    assert fitting(said("--gpu-memory-utilization 0.5", many)) < 0.5 * fitting(usual)
+    fp8 = said("--gpu-memory-utilization 0.9", many, "--kv-cache-dtype fp8")
+    assert fitting(fp8) == pytest.approx(2 * fitting(usual), rel=0.1)
     few = said("--max-num-seqs 8")
     assert fitting(few) == 8
     assert "it cannot keep up" in few
-    assert "not the server: --gpu-memory-utilization" in few
-    assert "not the server" not in usual
+    assert "where the command is silent: --gpu-memory-utilization 0.92, --max-num-batched" in few
+    assert "silent: --max-num-batched-tokens 8192." in usual
     assert "--max-model-len 4096" in usual.partition("+++")[2].partition("\n+")[2]
     with pytest.raises(HocketError, match="must be a fraction"):
         said("--gpu-memory-utilization 90")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "seqs", "tokens"),
+    [
+        ("H100-SXM-80", "", 1024, 8192), ("H200-SXM-141", "", 1024, 8192),
+        ("B200-SXM-180", "", 1024, 16384), ("A100-SXM-80", "", 256, 2048),
+        ("L40S-48", "", 256, 2048), ("H100-SXM-80", "--max-num-batched-tokens 512", 512, 512),
+        ("A100-SXM-80", "--max-num-seqs 2000", 2000, 2048),
+    ],
+)  # fmt: skip
+def test_vllms_own_limits_are_those_of_the_gpu(
+    kind: str, given: str, seqs: int, tokens: int
+) -> None:
+    """The table of its `test_defaults_with_usage_context`: by memory, an A100 excepted."""
+    read = servers.vllm_defaults(servers.vllm(f"vllm serve a/b {given}"), hardware.gpu(kind))
+    assert (read.server["max_num_seqs"], read.microbatch) == (seqs, tokens)
+    assert read.server["gpu_memory_utilization"] == 0.92
+    assert kind in read.notes[-1]
+    assert servers.vllm_defaults(read, hardware.gpu("L4-24")) is read
 
 
 def test_flags_of_servers_count_sequences_of_a_data_rank() -> None:

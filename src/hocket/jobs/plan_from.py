@@ -156,6 +156,7 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     Raises:
         HocketError: as `plan_from`, and where no deployment meets the goals.
     """
+    from hocket.jobs import machine
     from hocket.jobs.serving import table as serve_table
     from hocket.jobs.serving.deployment import emitted_deployment
     from hocket.jobs.serving.plan import serve_plan
@@ -173,6 +174,8 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     if cluster is None:
         raise OptionError("which GPUs?", hint="--cluster H100-SXM-80")
     name = _model(found.model, model)
+    if found.tool == "vllm" and "," not in cluster:
+        found = servers.vllm_defaults(found, machine.named_cluster(cluster).node.gpu)
     asked.setdefault("precision", found.precision)
     asked.setdefault("quantization", found.quantization)
     asked.setdefault("engine", found.tool)

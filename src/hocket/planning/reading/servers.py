@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from hocket.planning.reading.configuration import (
     unread,
     whole_number,
 )
+from hocket.spec.cluster import Gpu
 from hocket.spec.errors import OptionError
 
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -127,10 +129,30 @@ def _options(
         "cache_precision": cache,
         "max_num_seqs": None if most is None else max(1, most // ranks),
     }
-    absent = [name for name in (memory, sequences) if found.get(name) is None]
-    if absent:
-        notes.append(f"estimated as hocket plan chooses them, not the server: {', '.join(absent)}")
     return {name: value for name, value in values.items() if value is not None}
+
+
+def vllm_defaults(read: ToolConfiguration, gpu: Gpu) -> ToolConfiguration:
+    """A vLLM command with what vLLM takes on this kind of GPU where the command is silent: its
+    `EngineArgs.get_batch_defaults`, release 0.33."""
+    gib, large = gpu.usable / 2**30, 0
+    if not gpu.name.startswith("A100"):
+        large = int(gib >= 70) + int(gib >= 160)
+    tokens = read.microbatch or (2048, 8192, 16384)[large]
+    own = {
+        "gpu_memory_utilization": 0.92,
+        "max_num_seqs": min((256, 1024, 1024)[large], tokens),
+    }
+    absent = {name: value for name, value in own.items() if name not in read.server}
+    if read.microbatch is None:
+        absent["max_num_batched_tokens"] = tokens
+    if not absent:
+        return read
+    said = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in absent.items())
+    return dataclasses.replace(
+        read, microbatch=tokens, server={**own, **read.server},
+        notes=(*read.notes, f"vLLM's own on {gpu.name}, where the command is silent: {said}"),
+    )  # fmt: skip
 
 
 def vllm(text: str) -> ToolConfiguration:
@@ -218,6 +240,10 @@ def sglang(text: str) -> ToolConfiguration:
         found, notes, memory="--mem-fraction-static", sequences="--max-running-requests",
         ranks=attention,
     )  # fmt: skip
+    chosen = {"gpu_memory_utilization": "--mem-fraction-static",
+              "max_num_seqs": "--max-running-requests"}  # fmt: skip
+    if absent := [flag for name, flag in chosen.items() if name not in server]:
+        notes.append(f"estimated as hocket plan chooses them, not the server: {', '.join(absent)}")
     return ToolConfiguration(
         tool="sglang", fields=fields, data_ranks=data * attention, world=ranks * pp * data,
         microbatch=tokens, seq_len=_tokens(found, "--context-length"),
