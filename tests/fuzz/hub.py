@@ -13,12 +13,14 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hocket.models.hub_limits import LONGEST_WAIT
 from tests.fuzz import mutate
 from tests.fuzz.kinds import copied, kind, model_folder
 from tests.hub_server import TOKEN, Handler, Hub, Repo, isolated, point
@@ -45,11 +47,12 @@ HEADERS = {
                  "http://169.254.169.254/latest", "{hub}/org/name/resolve/main/config.json", "http://[",
                  "\x00", "ftp://x/y"),
     "Link": ('<{hub}/api/models/org/name/tree/main?cursor=1>; rel="next"', "<>; rel=next",
-             '<http://169.254.169.254/>; rel="next"'),
+             '<http://169.254.169.254/>; rel="next"', '<{self}>; rel="next"'),
     "Content-Type": ("text/html", "application/json; charset=utf-7", ""),
     "Content-Encoding": ("gzip", "br", "x"),
     "Transfer-Encoding": ("chunked", "gzip"),
-    "Retry-After": ("99999999", "-1", "x"),
+    "Retry-After": ("99999999", "-1", "x", "\u00b2", "9" * 5000),
+    "RateLimit": ('"api";r=0;t=99999999', '"api";r=0;t=-1', "x"),
     "X-Error-Code": ("GatedRepo", "RepoNotFound", "EntryNotFound", "RevisionNotFound", "x"),
     "Content-Range": ("bytes 5-3/1", "x", "bytes */0"),
     "Set-Cookie": ("a=b", "\x00"),
@@ -100,6 +103,7 @@ class _Replies(Handler):
             named["Content-Length"] = str(len(data))
         head = [f"HTTP/1.1 {_text(status)} X", *(f"{k}: {_text(v)}" for k, v in named.items())]
         text = self.server.addresses("\r\n".join([*head, "Connection: close", "", ""]))
+        text = text.replace("{self}", self.server.address + self.path)
         with contextlib.suppress(OSError):
             self.wfile.write(text.encode("latin-1", "replace"))
             if self.command != "HEAD":
@@ -143,12 +147,18 @@ def _served(server: _Server, home: Path) -> Iterator[None]:
             isolated(patch, home)
             point(patch, server.address)
             patch.setenv("HF_TOKEN", TOKEN)
-            patch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 2)
-            patch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 2)
+            patch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 30)
+            patch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 30)
+            patch.setattr(time, "sleep", _waits)
             yield
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _waits(seconds: float) -> None:
+    """Takes no time, and is not as long as a reply may ask."""
+    assert seconds <= LONGEST_WAIT + 1, f"a wait of {seconds:,.0f} s"
 
 
 def _resolved(home: Path) -> None:

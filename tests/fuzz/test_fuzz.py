@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,14 @@ from tests.rotation import part, seed
 
 pytestmark = pytest.mark.train
 
+HUB = "Hub's replies"
 SLOW = [name for name in KINDS if name.startswith(("report", "server", "plan"))]
-# A worker that downloads may hang after the fork, so this kind is run by hand.
-FAST = [name for name in KINDS if name not in (*SLOW, "Hub's replies")]
+FAST = [name for name in KINDS if name not in (*SLOW, HUB)]
 
 
-@pytest.mark.parametrize("name", [*part(FAST, 8), *part(SLOW, 12)])
+@pytest.mark.parametrize("name", [*part(FAST, 8), *part(SLOW, 12), HUB])
 def test_nothing_from_outside_ends_in_anything_but_an_error(name: str) -> None:
-    found = fuzz(name, 150 if name in FAST else 30, seed())
+    found = fuzz(name, 150 if name in FAST else 12 if name == HUB else 30, seed())
     assert not found.failures
     assert found.right + found.errors == found.inputs
 
@@ -47,7 +48,7 @@ def test_what_failed_once_does_not_again(name: str, number: int) -> None:
 def test_a_changed_byte_of_a_download_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = KINDS["Hub's replies"]
+    kind = KINDS[HUB]
     kind.prepare(tmp_path)
     file = tmp_path / kind.file
     replies = json.loads(file.read_bytes())
@@ -58,6 +59,36 @@ def test_a_changed_byte_of_a_download_is_seen(
         kind.read(tmp_path)
     monkeypatch.setattr(hub, "_verified", lambda _: contextlib.nullcontext(lambda _: None))
     with pytest.raises(AssertionError, match="is damaged"):
+        kind.read(tmp_path)
+
+
+def asks_to_wait(replies: dict[str, Any], key: str) -> None:
+    replies[key] |= {"status": 429, "headers": {"Retry-After": "99999999"}}
+
+
+def asks_for_a_reset(replies: dict[str, Any], key: str) -> None:
+    replies[key] |= {"status": 429, "headers": {"RateLimit": '"api";r=0;t=86400'}}
+
+
+def leads_to_itself(replies: dict[str, Any], key: str) -> None:
+    replies[key]["headers"]["Link"] = '<{self}>; rel="next"'
+
+
+@pytest.mark.parametrize(
+    ("endless", "said"),
+    [(asks_to_wait, "asks to wait 99,999,999 seconds"), (asks_for_a_reset, "wait 86,400 seconds"),
+     (leads_to_itself, "listing .* does not end")],
+)  # fmt: skip
+def test_a_reply_without_an_end_is_an_error(
+    endless: Callable[[dict[str, Any], str], None], said: str, tmp_path: Path
+) -> None:
+    kind = KINDS[HUB]
+    kind.prepare(tmp_path)
+    file = tmp_path / kind.file
+    replies = json.loads(file.read_bytes())
+    endless(replies, next(key for key in replies if "/tree/" in key))
+    file.write_text(json.dumps(replies))
+    with pytest.raises(ModelError, match=said):
         kind.read(tmp_path)
 
 

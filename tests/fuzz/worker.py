@@ -66,10 +66,11 @@ def fuzz(name: str, inputs: int, seed: int, first: int = 0) -> Outcome:
     found = Outcome(name)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory(prefix="hocket-fuzz-") as there:
-        # Before the forks, which share what this makes and imports; the good file is read.
-        KINDS[name].prepare(Path(there))
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-            KINDS[name].read(Path(there))
+        if not KINDS[name].calls:
+            # Before the forks, which share what this makes and imports; the good file is read.
+            KINDS[name].prepare(Path(there))
+            with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+                KINDS[name].read(Path(there))
     at, last = first, first + inputs
     while at < last and len(found.failures) < 100:
         ours, theirs = os.pipe()
@@ -77,6 +78,8 @@ def fuzz(name: str, inputs: int, seed: int, first: int = 0) -> Outcome:
         if not child:
             os.close(ours)
             try:
+                if KINDS[name].calls:
+                    _start(name, at, last, seed, theirs)
                 _work(KINDS[name], range(at, last), seed, theirs)
             except BaseException:
                 traceback.print_exc()
@@ -118,6 +121,19 @@ def _listen(pipe: int, child: int, at: int, found: Outcome) -> int:
         found.failures.append((at, why))
         at += 1
     return at
+
+
+def _start(name: str, at: int, last: int, seed: int, pipe: int) -> None:
+    """Be a new interpreter that works: a fork of threads and connections can wait for a lock whose
+    owner it does not have."""
+    os.set_inheritable(pipe, True)
+    numbers = ", ".join(map(str, (at, last)))
+    code = f"""if True:
+        from tests.fuzz import worker
+        worker._work(worker.KINDS[{name!r}], range({numbers}), {seed!r}, {pipe})
+    """
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path})
 
 
 def _work(kind: Kind, numbers: range, seed: int, pipe: int) -> None:

@@ -10,14 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hocket.models.hub_limits import RETRIED, EndlessReply, limit_replies
 from hocket.models.repo_id import DATASET, RepoId, storage
 from hocket.spec.errors import DataError, HocketError, ModelError, nearest
 
 ATTEMPTS = 3
 """Tries of one call. huggingface_hub itself resumes a file whose connection ends early."""
-
-_BUSY = (408, 429, 500, 502, 503, 504)
-"""Answers of the Hub after which a request is sent again."""
 
 
 def _repo_errors(repo: RepoId) -> type[HocketError]:
@@ -60,6 +58,7 @@ def explained(repo: RepoId) -> Iterator[None]:
     Raises:
         ModelError, DataError: see `snapshot`.
     """
+    limit_replies()
     try:
         yield
     except HocketError:
@@ -94,6 +93,12 @@ def explanation(repo: RepoId, error: BaseException) -> HocketError:
             f"HF_HUB_OFFLINE is set, and the cache {where} does not hold {_what(repo)} {repo}"
             + (" as a whole" if storage(repo).is_dir() else ""),
             hint=_on_another(repo),
+        )
+    endless = found(EndlessReply)
+    if endless is not None:
+        return kind(
+            f"{repo} cannot be downloaded: {endless}",
+            hint="run the command again later; what was downloaded is kept",
         )
     http = found(errors.HfHubHTTPError)
     if http is not None:
@@ -201,4 +206,4 @@ def broke_off(error: BaseException) -> bool:
 def busy(error: BaseException) -> bool:
     """Whether the Hub answered that it cannot answer now."""
     responses = (getattr(one, "response", None) for one in _chain(error))
-    return any(getattr(one, "status_code", None) in _BUSY for one in responses)
+    return any(getattr(one, "status_code", None) in RETRIED for one in responses)
