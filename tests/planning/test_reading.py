@@ -478,6 +478,15 @@ def test_vllm_serve() -> None:
     assert found.unread == ("--x = y",)
 
 
+def test_what_a_command_leaves_to_sglang_is_named() -> None:
+    line = "python -m sglang.launch_server --model-path a/b --mem-fraction-static 0.8"
+    said = READERS["sglang"](f"{line} --max-running-requests 64").notes
+    assert [note.rpartition(": ")[2] for note in said] == ["--chunked-prefill-size"]
+    assert not READERS["sglang"](
+        f"{line} --max-running-requests 64 --chunked-prefill-size 4096"
+    ).notes
+
+
 def test_an_improvement_is_a_diff_of_the_file(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

@@ -240,9 +240,8 @@ def sglang(text: str) -> ToolConfiguration:
         found, notes, memory="--mem-fraction-static", sequences="--max-running-requests",
         ranks=attention,
     )  # fmt: skip
-    chosen = {"gpu_memory_utilization": "--mem-fraction-static",
-              "max_num_seqs": "--max-running-requests"}  # fmt: skip
-    if absent := [flag for name, flag in chosen.items() if name not in server]:
+    chosen = ("--mem-fraction-static", "--max-running-requests", "--chunked-prefill-size")
+    if absent := [name for name in chosen if found.get(name) is None]:
         notes.append(f"estimated as hocket plan chooses them, not the server: {', '.join(absent)}")
     return ToolConfiguration(
         tool="sglang", fields=fields, data_ranks=data * attention, world=ranks * pp * data,
