@@ -380,6 +380,40 @@ def test_what_cannot_be_is_rejected_before_a_worker_starts(
         of(**change)
 
 
+@pytest.mark.parametrize(
+    ("job_of", "message", "hint"),
+    [
+        ({"layout": "dp99999999"}, "has 99,999,999 ranks, and at most 65,536", "dp65536"),
+        ({"layout": "dp3000.tp4.pp8"}, "96,000 ranks", "dp2048"),
+        ({"layout": "dp2", "layers": 3_000_000}, "3,000,000 layers for 1", "--layers 100000"),
+        ({"layout": "pp2:microbatches=900000"}, "2 layers for 900,000", "--microbatches 50000"),
+        ({"layout": "dp2", "rows": 10**9}, r"1,000,000,000 sequences .* 16.4 TB", "--rows 5"),
+    ],
+)  # fmt: skip
+def test_a_rehearsal_that_would_not_end_is_rejected_before_a_worker_starts(
+    job_of: dict[str, Any], message: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "RehearsalWorkers", None)
+    with pytest.raises(HocketError, match=message) as caught:
+        rehearse_job(of(**job_of))
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--serve --rank x", "--rank is of a training step"),
+        ("--serve --seq-len 64 --layout tp2", "--seq-len is of a training step"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype is of a server"),
+    ],
+)
+def test_flags_of_another_rehearsal_are_rejected(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rehearse", "tiny-llama", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_sizes_that_contradict_each_other_are_one_line(
     workers: RehearsalWorkers, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from hocket.cli.rehearse import print_serving
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.jobs.serving import rehearse as job
 from hocket.jobs.serving.rehearsal_fit import require_replica
+from hocket.simulation.nccl import RULES, EnqueuedOp, Trace, simulate_nccl
 from hocket.spec.errors import LayoutError, OptionError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -110,12 +110,28 @@ def test_a_replica_that_does_not_fit_is_rejected_with_the_nearest_layout(
     assert caught.value.hint is None
 
 
-def test_a_replica_that_does_not_end_is_rejected() -> None:
-    spec = replica("llama", "tp1")
-    verdict = {"ends": False, "waiting": ["rank 0 waits for rank 1"]}
-    found = SimpleNamespace(verdicts={"eager": verdict}, stands_for={0: 0, 1: 1})
-    with pytest.raises(ScheduleError, match="1 of 2 ranks of a replica deadlock"):
-        require_replica(found, spec)
+def test_a_replica_that_does_not_end_is_rejected(workers: RehearsalWorkers) -> None:
+    """Ranks that wait for each other, as a picture, and ranks whose calls differ."""
+    spec = replica("llama", "tp2")
+    found = job.rehearse_replica(spec, workers=workers)
+    group = ("tp", 0, 1)
+    sends = [EnqueuedOp("send", group, rank, 64, "bfloat16", peer=1 - rank) for rank in (0, 1)]
+    gathers = [EnqueuedOp("all-gather", group, rank, 64 + rank, "bfloat16") for rank in (0, 1)]
+    for ops, message, line in (
+        (sends, r"2 of 2 ranks deadlock on NCCL:\nrank 0 -- send .* --> rank 1", " --> rank 0"),
+        (gathers, "call a collective differently: .*65 bfloat16", "calls do not match"),
+    ):
+        traces = [Trace(rank) for rank in (0, 1)]
+        for trace, op in zip(traces, ops, strict=True):
+            trace.enqueue(op)
+            trace.wait(op)
+        wrong = dataclasses.replace(
+            found, verdicts={rule: simulate_nccl(traces, rule) for rule in RULES}
+        )
+        assert not wrong.ends
+        assert line in wrong.text()
+        with pytest.raises(ScheduleError, match=message):
+            require_replica(wrong, spec)
 
 
 def test_what_reads_the_device_is_named_and_not_captured(workers: RehearsalWorkers) -> None:

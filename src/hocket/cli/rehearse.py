@@ -109,6 +109,13 @@ PASSED = (
     "trust_remote_code",
 )  # fmt: skip
 """Flags that are options of a training job."""
+OF_A_SERVER = {
+    "kv_cache_dtype": "--serve",
+    "redundant_experts": "--serve",
+    "quantization": "--serve, or --dtype fp8",
+}
+OF_A_STEP = frozenset(("rank", "rows", "global_batch", *PASSED)) - {"dtype", "trust_remote_code"}
+"""Flags that a server's steps do not have."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -128,21 +135,12 @@ def main(arguments: Sequence[str]) -> int:
         )
     if flags.serve:
         return _serve(flags, written)
-    if flags.kv_cache_dtype != "auto":
-        raise OptionError(
-            "--kv-cache-dtype is of a server's cache, and this rehearses a training step",
-            hint="--serve",
-        )
-    if flags.redundant_experts:
-        raise OptionError(
-            "--redundant-experts copies experts of a server, and this rehearses a training step",
-            hint="--serve",
-        )
-    if flags.quantization is not None:
-        raise OptionError(
-            "--quantization stores the weights of a server, and this rehearses a training step",
-            hint="--serve, or --dtype fp8",
-        )
+    for name, hint in OF_A_SERVER.items():
+        if name in written:
+            raise OptionError(
+                f"--{name.replace('_', '-')} is of a server, and this rehearses a training step",
+                hint=hint,
+            )
     from hocket.jobs import rehearse as job
     from hocket.jobs.rehearsal_fit import require_fit
     from hocket.jobs.rehearsal_text import rehearsal_report
@@ -193,6 +191,12 @@ def _matrix(flags: RehearseFlags, written: Collection[str]) -> int:
 
 def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
     """Rehearse a replica, as `print_serving`."""
+    for name in sorted(written & OF_A_STEP):
+        raise OptionError(
+            f"--{name.replace('_', '-')} is of a training step, and --serve rehearses the prefill, "
+            "mixed and decode steps of a server",
+            hint="leave --serve out",
+        )
     from hocket.jobs.request import request
     from hocket.jobs.serving import rehearse as job
 

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.spec.errors import HocketError, LayoutError, OptionError, ScheduleError
 from hocket.spec.layout import Layout
+from hocket.spec.rehearsal import RehearsedDevice
 from hocket.spec.run import RunSpec
 from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
     from hocket.jobs.rehearse import Rehearsed
+    from hocket.models.dimensions import Dimensions
+    from hocket.simulation.nccl import OrderVerdict
 
+MOST_RANKS, MOST_LAYERS = 65_536, 100_000
+"""Ranks that are simulated at most, and layers that a rank executes in a step, once for each
+microbatch: a rehearsal of more would take hours."""
 MARGIN = 0.05
 """Share of the memory that a proposed layout leaves: predictions are that exact."""
 TENSOR_RANKS = 8
@@ -30,9 +36,12 @@ def require_fit(found: Rehearsed) -> None:
         OptionError: a kernel that torch.compile generates cannot run on the GPU.
         LayoutError: the peak rank's tensors do not fit its GPU.
     """
-    reason = unfinished(found)
-    if reason is not None:
-        raise ScheduleError(reason, hint="--schedule gpipe, or fewer --microbatches")
+    verdict = found.verdicts.get("eager")
+    if verdict is not None and not verdict.ok:
+        raise ScheduleError(
+            unfinished(verdict, found.job.spec.layout.world_size),
+            hint="--schedule gpipe, or fewer --microbatches",
+        )
     faults = found.report.generated.get("faults")
     if faults:
         raise OptionError("; ".join(faults), hint="leave --compile out")
@@ -42,16 +51,56 @@ def require_fit(found: Rehearsed) -> None:
         raise LayoutError(reason, hint=None if other is None else f"--layout {other}")
 
 
-def unfinished(found: Rehearsed) -> str | None:
-    """Why a job does not complete; None: it does, or that was not executed."""
-    verdict = found.verdicts.get("eager")
-    if verdict is None or verdict.ok:
-        return None
+def unfinished(verdict: OrderVerdict, ranks: int) -> str:
+    """Why a job of so many ranks does not complete."""
     if verdict.ends:
         return f"ranks call a collective differently: {verdict.mismatches[0]}"
-    size = found.job.spec.layout.world_size
     cycle = verdict.picture() or "\n".join(map(str, verdict.waiting[:4]))
-    return f"{len(verdict.waiting)} of {size} ranks deadlock on NCCL:\n{cycle}"
+    return f"{len(verdict.waiting)} of {ranks} ranks deadlock on NCCL:\n{cycle}"
+
+
+def require_size(layout: Layout, dimensions: Dimensions) -> None:
+    """Reject a job whose rehearsal would not end.
+
+    Raises:
+        LayoutError: too many ranks.
+        OptionError: too many layers and microbatches.
+    """
+    if layout.world_size > MOST_RANKS:
+        fewer = max(1, MOST_RANKS * layout.dp // layout.world_size)
+        other = dataclasses.replace(layout, dp=1 << fewer.bit_length() - 1)
+        raise LayoutError(
+            f"{layout.axes_text()} has {layout.world_size:,} ranks, and at most {MOST_RANKS:,} are "
+            "simulated; data-parallel ranks run the same program",
+            hint=f"--layout {other}" if other.world_size <= MOST_RANKS else None,
+        )
+    count, each = layout.microbatches or 1, -(-dimensions.num_layers // layout.pp)
+    if each * count > MOST_LAYERS:
+        fewer_layers = f"--layers {max(1, MOST_LAYERS // count) * layout.pp}"
+        raise OptionError(
+            f"a rank executes {each:,} layers for {count:,} microbatches, {each * count:,} in all; "
+            f"a rehearsal executes at most {MOST_LAYERS:,}",
+            hint=fewer_layers if each > count else f"--microbatches {MOST_LAYERS // each}",
+        )
+
+
+def require_inputs(spec: RunSpec, device: RehearsedDevice) -> None:
+    """Reject a microbatch of which one hidden state alone does not fit the GPU. Raises LayoutError.
+
+    The host keeps boundaries of its sequences, which would take as long as the host's memory.
+    """
+    from hocket.models.source import run_source
+
+    layout, workload = spec.layout, spec.workload
+    rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
+    width = run_source(spec).dimensions.hidden_size * (4 if workload.dtype == "fp32" else 2)
+    each = workload.seq_len // layout.cp * width
+    if rows * each > device.memory:
+        raise LayoutError(
+            f"the hidden state of {rows:,} sequences of {workload.seq_len:,} tokens takes "
+            f"{format_bytes(rows * each)}, and {device.name} has {format_bytes(device.memory)}",
+            hint=f"--rows {device.memory // each}" if device.memory > each else None,
+        )
 
 
 def _why_unfit(found: Rehearsed) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.expert_dispatch import DEEPEP
@@ -10,6 +11,7 @@ from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
     from hocket.jobs.rehearse import Rehearsed
+    from hocket.simulation.nccl import OrderVerdict
 
 MOST_ROWS = 16
 """Ranks that are listed one by one."""
@@ -50,26 +52,30 @@ def _title(found: Rehearsed) -> str:
 def _verdict(found: Rehearsed) -> str:
     if not found.verdicts:
         return "completes: unknown, one rank alone was executed"
+    return "\n".join(verdict_lines(found.verdicts, found.job.spec.layout.world_size))
+
+
+def verdict_lines(verdicts: Mapping[str, OrderVerdict], ranks: int) -> list[str]:
+    """Whether a job of so many ranks completes under each rule; where not, the cycle."""
     lines = []
     rules = {
         "eager": "groups bound to a device, as hocket creates them",
         "lazy": "groups that are not bound",
     }
-    for rule, verdict in found.verdicts.items():
-        total = found.job.spec.layout.world_size
+    for rule, verdict in verdicts.items():
         if verdict.ok:
             answer = "every rank completes"
         elif verdict.ends:
             answer = "completes, but calls do not match"
         else:
-            answer = f"{len(verdict.waiting)} of {total} ranks deadlock"
+            answer = f"{len(verdict.waiting)} of {ranks} ranks deadlock"
         lines.append(f"NCCL, {rule} ({rules[rule]}): {answer}")
         lines += [f"    {line}" for line in verdict.mismatches[:4]]
         if verdict.cycle:
             lines += [f"    {line}" for line in verdict.picture().splitlines()[:12]]
         elif verdict.waiting:
             lines += [f"    {waiting}" for waiting in verdict.waiting[:8]]
-    return "\n".join(lines)
+    return lines
 
 
 def _table(headers: list[str], rows: list[list[Any]]) -> str:

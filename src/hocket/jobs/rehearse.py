@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.rehearsal_fit import require_inputs, require_size
 from hocket.jobs.rehearsal_reason import proxy_reason
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, step_failed
 from hocket.jobs.request import JobRequest
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 ALL, REPLICA = "all", "replica"
 GPU = "H100"
+"""The GPU that is rehearsed on unless another is named."""
 SEQ_LEN = 2048
 """Tokens of a sequence where the model has positions for them."""
-"""The GPU that is rehearsed on unless another is named."""
 
 GPUS_PER_NODE = 8
 """Of the nodes that a rehearsed job's ranks lie on."""
@@ -90,8 +91,8 @@ def prepare_rehearsal(
         config: of the model as its data change it (prepare.trained_config); None: its own.
 
     Raises:
-        HocketError: an unknown model or GPU, a layout that does not fit the model or the batch, or
-            something that the GPU cannot do.
+        HocketError: an unknown model or GPU, a layout that does not fit the model or the batch, too
+            many ranks or layers, or something that the GPU cannot do.
     """
     from hocket.jobs.prepare import scheduled
     from hocket.jobs.validate import validate_layout
@@ -120,6 +121,7 @@ def prepare_rehearsal(
         count = layout.microbatches or (2 * layout.pp if layout.num_stages > 1 else 1)
         workload = dataclasses.replace(workload, global_batch=layout.dp * count * rows)
         layout = dataclasses.replace(layout, microbatches=count)
+    require_size(layout, dimensions)
     layout = validate_layout(dimensions, layout, workload, world_size=layout.world_size)
     schedule = scheduled(layout)
     _require_device(workload.dtype, layout, schedule, device)
@@ -208,11 +210,13 @@ def rehearse_job(
         workers: processes that are there already; None: started and ended here.
 
     Raises:
+        LayoutError: a microbatch alone does not fit the GPU.
         OptionError: no such rank, or no C++ compiler.
         ModelError: a rank cannot execute its step.
     """
     say = on_phase or (lambda text: None)
     layout = job.spec.layout
+    require_inputs(job.spec, job.device)
     stands_for = representatives(job, ranks)
     wanted = sorted(set(stands_for.values()))
     payload = {

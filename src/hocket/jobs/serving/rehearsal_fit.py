@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hocket.jobs.rehearsal_fit import MARGIN, TENSOR_RANKS
+from hocket.jobs.rehearsal_fit import MARGIN, TENSOR_RANKS, unfinished
 from hocket.spec.errors import HocketError, LayoutError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
@@ -23,15 +23,14 @@ def require_replica(found: ServingReport, spec: RunSpec) -> None:
         found: the rehearsal of `spec`.
 
     Raises:
-        ScheduleError: ranks wait for ever under the rule that hocket's groups obey.
+        ScheduleError: ranks wait for ever under the rule that hocket's groups obey, or call a
+            collective differently.
         LayoutError: weights, the largest step and the cache of one longest request do not fit.
     """
     verdict = found.verdicts["eager"]
-    if not verdict["ends"]:
-        waiting = "\n".join(map(str, verdict["waiting"][:4]))
+    if not verdict.ok:
         raise ScheduleError(
-            f"{len(verdict['waiting'])} of {len(found.stands_for)} ranks of a replica deadlock on "
-            f"NCCL:\n{waiting}",
+            unfinished(verdict, len(found.stands_for)),
             hint="--layout tp1, or another degree of tp and pp",
         )
     if found.fits:

@@ -15,6 +15,8 @@ import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.rehearsal_fit import require_size
+from hocket.jobs.rehearsal_text import verdict_lines
 from hocket.jobs.serving.eight_bits import require_cached
 from hocket.spec.capabilities import refused_quantization
 from hocket.spec.errors import OptionError
@@ -28,6 +30,7 @@ from hocket.spec.units import format_bytes
 if TYPE_CHECKING:
     from hocket.jobs.rehearsal_workers import RehearsalWorkers
     from hocket.jobs.serving.request import PreparedServer
+    from hocket.simulation.nccl import OrderVerdict
 
 STEPS = ("prefill", "mixed", "decode", "decode eager")
 
@@ -38,7 +41,7 @@ class ServingReport:
 
     Attributes:
         layout: of the replica. gpu: of each rank.
-        verdicts: by rule: whether the steps end, who waits for whom, and a picture of it.
+        verdicts: by rule.
         ranks: of each executed rank, by its number: `stage`, `steps`, `graphs`, `attention`,
             `memory`, and `largest`: tokens of the largest step, and host reads in its experts.
         stands_for: every rank to the executed one.
@@ -50,7 +53,7 @@ class ServingReport:
     model: str
     layout: str
     gpu: str
-    verdicts: dict[str, dict[str, Any]]
+    verdicts: dict[str, OrderVerdict]
     ranks: dict[int, dict[str, Any]]
     stands_for: dict[int, int]
     process_groups: int
@@ -61,8 +64,8 @@ class ServingReport:
 
     @property
     def ends(self) -> bool:
-        """Whether every step ends under both rules."""
-        return all(verdict["ends"] for verdict in self.verdicts.values())
+        """Whether every step ends under both rules, with the same calls on all ranks."""
+        return all(verdict.ok for verdict in self.verdicts.values())
 
     @property
     def fits(self) -> bool:
@@ -98,7 +101,7 @@ class ServingReport:
         every = self.stands_for
         return json.dumps(
             {
-                **self.verdicts,
+                **{rule: verdict.to_json() for rule, verdict in self.verdicts.items()},
                 "model": self.model,
                 "layout": self.layout,
                 "gpu": self.gpu,
@@ -123,9 +126,7 @@ class ServingReport:
     def text(self) -> str:
         """The same for a reader."""
         lines = [f"{self.model} in {self.layout} on {self.gpu}: one replica"]
-        for rule, verdict in self.verdicts.items():
-            text = "ends" if verdict["ends"] else f"does not end: {verdict['waiting'][:4]}"
-            lines.append(f"  {rule} communicators: {text}")
+        lines += [f"  {line}" for line in verdict_lines(self.verdicts, len(self.stands_for))]
         reads = self.host_reads()
         lines.append(
             "  host reads inside a step: none; one wait for the result of each sampled step"
@@ -229,13 +230,14 @@ def rehearse_replica(
         workers: processes that are there already; None: started and ended here.
 
     Raises:
-        OptionError: an unknown GPU, or no C++ compiler.
+        OptionError: an unknown GPU, too many layers, or no C++ compiler.
         ModelError: the model cannot be served, or a rank cannot execute its steps.
     """
     from hocket.jobs.rehearsal_reason import proxy_reason, require_pages
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
     from hocket.jobs.rehearse import device_of, traces_of
+    from hocket.models.source import run_source
     from hocket.simulation.nccl import RULES, simulate_nccl
 
     device = device_of(gpu)
@@ -254,6 +256,7 @@ def rehearse_replica(
         options.kv_cache_dtype, spec.workload.dtype, spec.config, cuda=True,
         capability=device.capability,
     )  # fmt: skip
+    require_size(spec.layout, run_source(spec).dimensions)
     stands_for = _representatives(spec.layout)
     wanted = sorted(set(stands_for.values()))
     tasks = [_task(spec, device, rank) for rank in reversed(wanted)]
@@ -283,7 +286,7 @@ def rehearse_replica(
         model=spec.model,
         layout=spec.layout.axes_text(),
         gpu=device.name,
-        verdicts={rule: simulate_nccl(traces, rule).to_json() for rule in RULES},
+        verdicts={rule: simulate_nccl(traces, rule) for rule in RULES},
         ranks={rank: said[rank] for rank in wanted},
         stands_for=stands_for,
         process_groups=max(len(found.families) for found in executed.values()),
