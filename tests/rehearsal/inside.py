@@ -312,3 +312,12 @@ def flex_kernels(*, own: bool = False, **case: Any) -> dict[str, Any]:
         (lambda *given: options) if own else flex_attention.kernel_options,
     ):  # fmt: skip
         return generated(**case)
+
+
+def in_chunks() -> dict[str, Any]:
+    """What of a compiled layer's collectives torch runs in chunks, next to their matmuls."""
+    from hocket.doctor.compiling import rehearse_micro_pipeline
+    from hocket.doctor.place import Place
+
+    found = rehearse_micro_pipeline(Place("fake"))
+    return {"ok": found.ok, "reason": found.reason, **found.values}

@@ -69,6 +69,14 @@ def test_every_layout_runs_compiled(layout: str, workers: RehearsalWorkers) -> N
     assert all(row["equal"] for row in report.collectives)
 
 
+@pytest.mark.timeout(400)
+def test_collectives_of_sequence_shards_run_in_chunks(inside: Callable[..., Any]) -> None:
+    """Asynchronous tensor parallelism: torch found none of them, transposed as they were."""
+    found = inside("in_chunks")
+    assert found["ok"], found["reason"]
+    assert found["collectives_at_batch_1"] == found["collectives_at_batch_2"] == 8
+
+
 def test_a_kernel_that_cannot_run_rejects_the_job(found: Rehearsed) -> None:
     fault = "triton_poi (XBLOCK: 1) takes 200,000 bytes of shared memory"
     report = dataclasses.replace(

@@ -48,11 +48,9 @@ def gather_sequence(piece: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """The axis's slices [..., s, H] side by side: [..., S, H]. Of gradients it knows only what a
     compiled graph knows."""
     *lead, rows, width = piece.shape
-    stacked = piece if lead else piece[None]
     if torch.compiler.is_compiling():
-        found = traced_all_gather(stacked, axis)
-    else:
-        found = all_gather(stacked, axis, recorder)
+        return _gather_in_graph(piece, axis)
+    found = all_gather(piece if lead else piece[None], axis, recorder)
     if piece.shape[:-2].numel() == 1:
         return found.view(*lead, axis.size * rows, width)
     found = found.view(axis.size, -1, rows, width).transpose(0, 1)
@@ -84,12 +82,34 @@ def scatter_sequence(whole: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """This rank's slice [..., s, H] of the sum over the axis of `whole` [..., S, H]."""
     *lead, rows, width = whole.shape
     assert rows % axis.size == 0, (tuple(whole.shape), axis.size)
-    dealt = whole.reshape(-1, axis.size, rows // axis.size, width).transpose(0, 1)
     if torch.compiler.is_compiling():
-        found = traced_reduce_scatter(dealt, axis)
-    else:
-        found = reduce_scatter(dealt.contiguous(), axis, recorder)
+        return _scatter_in_graph(whole, axis)
+    dealt = whole.reshape(-1, axis.size, rows // axis.size, width).transpose(0, 1)
+    found = reduce_scatter(dealt.contiguous(), axis, recorder)
     return found.view(*lead, rows // axis.size, width)
+
+
+# Inductor runs a collective and the matmul next to it in chunks (asynchronous tensor parallelism,
+# `_inductor.fx_passes.micro_pipeline_tp`) where it finds the collective along dim 0, or with
+# nothing but `chunk` and `cat` between the two. Of one sequence the first is a view.
+
+
+def _gather_in_graph(piece: Tensor, axis: Axis) -> Tensor:
+    """`gather_sequence` of a compiled graph, as Inductor recognizes it."""
+    *lead, rows, width = piece.shape
+    if piece.shape[:-2].numel() == 1:
+        found = traced_all_gather(piece.reshape(rows, width), axis)
+        return found.view(*lead, axis.size * rows, width)
+    return torch.cat(traced_all_gather(piece, axis).chunk(axis.size), piece.ndim - 2)
+
+
+def _scatter_in_graph(whole: Tensor, axis: Axis) -> Tensor:
+    """`scatter_sequence` of a compiled graph, as Inductor recognizes it."""
+    *lead, rows, width = whole.shape
+    if whole.shape[:-2].numel() == 1:
+        found = traced_reduce_scatter(whole.reshape(rows, width), axis)
+        return found.view(*lead, rows // axis.size, width)
+    return traced_reduce_scatter(torch.cat(whole.chunk(axis.size, whole.ndim - 2)), axis)
 
 
 def own_slice(whole: Tensor, axis: Axis) -> Tensor:
