@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -13,7 +14,13 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.planning.serving_load import load_columns
-from hocket.planning.serving_table import parse_serving_row, read_serving_table
+from hocket.planning.serving_table import (
+    MODES,
+    OPTIONAL,
+    REQUIRED,
+    parse_serving_row,
+    read_serving_table,
+)
 from hocket.planning.validate_serving import (
     FIELDS,
     ServingValidationReport,
@@ -158,6 +165,21 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
         validate_serving(path)
     with pytest.raises(OptionError, match="there is no file"):
         validate_serving(tmp_path / "none.csv")
+
+
+def test_the_page_names_every_column_and_mode_and_its_example_is_predicted(tmp_path: Path) -> None:
+    page = (EXTRACT.parents[2] / "docs" / "how-to" / "validate.md").read_text("utf-8")
+    named = set(re.findall(r"`([a-z_0-9]+)`", page))
+    columns = {c for c in (*REQUIRED, *OPTIONAL) if not c.startswith("decode_")}
+    sides = {c for c in columns if re.match(r"prefill_(?!workers|bs|tp)", c)}
+    assert not columns - sides - named
+    assert not {*MODES} - named
+    example = tmp_path / "servers.csv"
+    (text,) = re.findall(r"```csv\n(.*?)```", page, re.DOTALL)
+    example.write_text(text)
+    report = validate_serving(example)
+    assert not report.left_out
+    assert report.overall.tpot_rows == report.overall.ttft_rows == 2
 
 
 def test_a_table_without_rows_has_no_errors(tmp_path: Path) -> None:

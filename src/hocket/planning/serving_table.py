@@ -26,6 +26,7 @@ from typing import Any
 
 from hocket.catalogue import hardware, shapes
 from hocket.catalogue.curves import curves_of
+from hocket.catalogue.models import model_names
 from hocket.catalogue.prompts import prompt_length
 from hocket.cost.machine import MeasuredCurve
 from hocket.cost.serving import ServingPrices, serving_prices
@@ -338,7 +339,7 @@ def _model(name: str) -> str:
     reason = _first(UNKNOWN_MODELS, name)
     if reason is not None:
         raise LeftOut(f"{name}: {reason}")
-    found = _first(MODELS, name)
+    found = _first(MODELS, name) or (name if name in model_names() else None)
     if found is None:
         raise LeftOut(f"{name}: no shape in the catalogue")
     return found
