@@ -139,7 +139,6 @@ def test_help_ends_with_commands_that_the_verb_reads(verb: str, helps: dict[str,
         ("train m --recompute", "hocket train m --recompute full"),
         ("plan m --config a/run.yaml", "> a/run.toml\n        then --config a/run.toml"),
         ("serve m --enable-prefix-caching", "the prefix cache is on"),
-        ("serve m --gpu-memory-utilization 0.9", "use --cache-memory"),
     ],
 )
 def test_what_other_tools_call_it_leads_to_the_command_here(

@@ -100,7 +100,7 @@ FLAGS = {
         "host", "port", "metrics_port", "api_key_file", "insecure", "served_model_name",
         "kv_cache_dtype", "redundant_experts", "rebalance_steps",
         "quantization", "max_num_batched_tokens", "max_model_len", "max_num_seqs", "block_size",
-        "cache_memory",
+        "cache_memory", "gpu_memory_utilization",
         "num_blocks", "max_queue", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts", "reload_dir", "dry_run",
     },

@@ -89,6 +89,13 @@ def test_a_layout_far_above_what_works_names_the_nearest_that_does(where: Path) 
         ({"max_model_len": 1}, OptionError, "must be in 2"),
         ({"max_model_len": 64, "num_blocks": 3}, OptionError, "hold 48 tokens"),
         ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "both set the cache size"),
+        (
+            {"num_blocks": 9, "gpu_memory_utilization": 0.9},
+            OptionError,
+            "num_blocks and gpu_memory_utilization both set",
+        ),
+        ({"gpu_memory_utilization": 90}, OptionError, r"90; it must be in 0\.01 \.\. 1"),
+        ({"gpu_memory_utilization": 0.9}, OptionError, "these ranks run on the CPU"),
         ({"cache_memory": "much"}, OptionError, "much"),
         ({"max_num_seqs": 0}, OptionError, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 0}, OptionError, "max_num_batched_tokens is 0"),

@@ -71,6 +71,19 @@ def test_room_is_what_communicators_the_largest_step_and_all_graphs_leave(
     assert gpu.order == ["communicators", "step", "graphs"]
 
 
+def test_a_fraction_of_the_gpu_is_of_all_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _Gpu(monkeypatch, weights=16 * GB)
+    room = memory.affordable_cache_bytes(gpu.runner(graphs=13), 1, 0.5)
+    taken = gpu.used + 3 * GB + 4 * GB + 12 * GB // 10  # the largest step, and all graphs
+    assert room + taken == 40 * GB
+    runner = _Gpu(monkeypatch, weights=16 * GB).runner(graphs=13)
+    with pytest.raises(OptionError, match=r"2 GB of 80 GB free .* within 25% .* 8\.2 GB") as caught:
+        memory.affordable_cache_bytes(runner, 1, 0.25)
+    value = float(str(caught.value.hint).removeprefix("--gpu-memory-utilization "))
+    runner = _Gpu(monkeypatch, weights=16 * GB).runner(graphs=13)
+    assert 0 < memory.affordable_cache_bytes(runner, 1, value) < 2 * GB
+
+
 def test_a_gpu_without_room_is_rejected_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _Gpu(monkeypatch, weights=71 * GB)
     with pytest.raises(OptionError, match=r"7 GB of 80 GB free .* take 8\.2 GB") as caught:

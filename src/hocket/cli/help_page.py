@@ -87,7 +87,7 @@ TOPICS = {
     "engine": ("batch, key/value cache, sampling", (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "quantization",
         "redundant_experts", "rebalance_steps", "kv_cache_dtype", "cache_memory",
-        "num_blocks", "no_prefix_cache", "generation_config",
+        "gpu_memory_utilization", "num_blocks", "no_prefix_cache", "generation_config",
         "max_new_tokens", "temperature", "top_k", "top_p",
     )),
     "forecast": ("machine to predict for; what is ranked, and why; files of other tools", (
@@ -96,7 +96,7 @@ TOPICS = {
     "service": ("load and latency goals of a service", (
         "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms",
         "percentile", "prefix_cache_hit_rate", "trace", "weights", "quantization",
-        "cache_precision", "engine", "gpu_memory_utilization",
+        "cache_precision", "engine",
     )),
     "cost": ("prices, failures, imbalance of experts", (
         "price_list", "save_seconds", "restart_seconds", "failures", "repair_hours",

@@ -342,7 +342,8 @@ def agreed_blocks(options: ServeOptions, runner: StageRunner, most: int) -> int:
         _require_states(runner, room)
         count = (room - states) // each if each else most
     else:
-        room = affordable_cache_bytes(runner, mesh.world_size)
+        share = options.gpu_memory_utilization
+        room = affordable_cache_bytes(runner, mesh.world_size, share)
         _require_states(runner, room)
         count = min(most, (room - states) // each if each else most)
     if runner.device.type == "cpu":  # before any rank has taken its own: they agree below

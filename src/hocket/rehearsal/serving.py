@@ -165,7 +165,9 @@ class ServingRehearsal:
             # (What it brings to the device comes from no plan, and waits as no step does.)
             waits = [r["count"] for r in launches.reads() if "expert_parallel" in r["where"]]
             step_bytes = memory.peak - weights
-            room = int((self.device.memory - weights) * CUDA_SHARE) - step_bytes
+            total, share = self.device.memory, options.gpu_memory_utilization
+            allowed = (total - weights) * CUDA_SHARE if share is None else total * share - weights
+            room = int(allowed) - step_bytes
             each = runner.bytes_per_block
             longest = -(-options.max_model_len // runner.block_size)
             most = 2 * options.max_num_seqs * longest

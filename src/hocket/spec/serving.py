@@ -51,6 +51,8 @@ class ServeOptions:
         cache_memory: key/value cache per rank, as in 2GB (default: on CPU an equal fraction of half
             of the free memory, on CUDA 0.95 of the free memory less the largest step; at most what
             twice --max-num-seqs requests of full length need).
+        gpu_memory_utilization: fraction of each GPU's memory that may be in use, by weights, steps,
+            CUDA graphs, cache and other processes; sets the cache, instead of --cache-memory.
         num_blocks: key/value cache blocks per replica, instead of --cache-memory.
         max_queue: maximum number of queued requests per replica, in addition to those that can
             start at once; more are rejected with status 429.
@@ -81,6 +83,7 @@ class ServeOptions:
     max_num_seqs: int | None = None
     block_size: int | None = None
     cache_memory: str | None = None
+    gpu_memory_utilization: float | None = None
     num_blocks: int | None = None
     max_queue: int = 256
     no_prefix_cache: bool = False

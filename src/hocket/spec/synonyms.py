@@ -128,8 +128,6 @@ EXPLAINED = {
     "resume_from_checkpoint": "use --run DIR --resume",
     "no_enable_prefix_caching": "use --no-prefix-cache",
     "enable_prefix_caching": "leave it out: the prefix cache is on; --no-prefix-cache disables it",
-    "gpu_memory_utilization": "use --cache-memory, as in 20GB: the key/value cache per rank "
-    "(default: 0.95 of the free memory of a GPU, less the largest step)",
     "quantization": "leave it out: a quantized checkpoint is read by the method that its "
     "configuration names, into --dtype",
     "swap_space": "leave it out: preempted requests are prefilled again, and nothing is swapped",

@@ -107,6 +107,8 @@ def emitted_deployment(plan: ServicePlan, tool: str) -> str:
 
 def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
     """The words of `hocket serve` for the best deployment; None where hocket does not run it."""
+    from hocket.planning.gpu_servers import GpuServers
+
     best = plans[0].best if len(plans) == 1 else None
     if best is None or plans[0].claim or best.num_nodes > 1:
         return None
@@ -120,6 +122,8 @@ def serve_command(plans: Sequence[ServicePlan]) -> list[str] | None:
     few += ["--kv-cache-dtype", "fp8"] if plans[0].cache_precision == "fp8" else []
     copies = best.redundant_experts
     few += ["--redundant-experts", str(copies)] if copies else []
+    if plans[0].usable != GpuServers.usable:
+        few += ["--gpu-memory-utilization", f"{plans[0].usable:g}"]
     return [
         "serve", served, "--layout", best.layout.axes_text(), "--dtype", stored.dtype, *few,
         "--max-model-len", str(plans[0].request_tokens), "--max-num-seqs", str(best.rank_sequences),

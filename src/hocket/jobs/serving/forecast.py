@@ -179,7 +179,8 @@ def _servers(
         dtype = server.request.workload.dtype
         of_weights = server.options.quantization or ("bf16" if dtype == "fp32" else dtype)
         copied = shape.with_copies(server.options.redundant_experts)
-        servers = GpuServers(copied, gpus, precision=of_weights)
+        share = server.options.gpu_memory_utilization or GpuServers.usable
+        servers = GpuServers(copied, gpus, precision=of_weights, usable=share)
         return servers, list(_over_experts(meshes(shape, gpus.num_gpus), shape))
     measured = forecast.measurements(cluster, server.device)
     if measured is None:

@@ -146,6 +146,12 @@ def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServ
     precision.reject_served_dtype(wanted.workload)
     device = precision.device_kind(wanted.options)
     _threads(wanted, device)
+    if device == "cpu" and not emulated and options.gpu_memory_utilization is not None:
+        raise OptionError(
+            f"gpu_memory_utilization is {options.gpu_memory_utilization:g}, a fraction of a GPU's "
+            "memory; these ranks run on the CPU",
+            hint="--cache-memory 2GB",
+        )
     if not emulated:
         precision.reject_quantization(
             options.quantization, cuda=device == "cuda", dtype=wanted.workload.dtype
@@ -309,7 +315,7 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
         ("max_model_len", 2, LONGEST), ("max_num_seqs", 1, 65535), ("block_size", 1, 1024),
         ("num_blocks", 1, 2**31 - 1), ("max_queue", 0, 10**6), ("deadline", 0.001, 1e9),
         ("drain_seconds", 0, 1e6), ("max_restarts", 0, 10**6), ("redundant_experts", 0, 10**6),
-        ("rebalance_steps", 1, 10**9),
+        ("rebalance_steps", 1, 10**9), ("gpu_memory_utilization", 0.01, 1),
     ):  # fmt: skip
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
@@ -332,10 +338,9 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
         )
     if options.cache_memory is not None:
         parse_bytes(options.cache_memory)
-        if options.num_blocks is not None:
-            raise OptionError(
-                "cache_memory and num_blocks both set the cache size", hint="one of the two"
-            )
+    sizes = ("cache_memory", "num_blocks", "gpu_memory_utilization")
+    if len(both := [name for name in sizes if getattr(options, name) is not None]) > 1:
+        raise OptionError(f"{both[0]} and {both[1]} both set the cache size", hint="one of the two")
     if options.metrics_port == options.port != 0:
         raise OptionError(
             f"port and metrics_port are both {options.port}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import torch
 
@@ -18,7 +19,9 @@ CPU_SHARE = 0.5
 """Of a CPU's free memory, of which all ranks of the machine get even parts."""
 
 
-def affordable_cache_bytes(runner: StageRunner, ranks_here: int) -> int:
+def affordable_cache_bytes(
+    runner: StageRunner, ranks_here: int, utilization: float | None = None
+) -> int:
     """Bytes that the cache of a rank may take where nobody said.
 
     On CUDA: what is free once weights and communicators are there, less what the largest step and
@@ -28,6 +31,8 @@ def affordable_cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     Args:
         runner: with its weights, before `allocate`.
         ranks_here: ranks that share this machine's memory.
+        utilization: fraction of a GPU's memory that may be in use, by whatever process; None: of
+            the free memory, `CUDA_SHARE`.
 
     Raises:
         OptionError: a GPU has no room for the largest step.
@@ -39,13 +44,20 @@ def affordable_cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     torch.cuda.empty_cache()
     needed += graph_bytes(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
-    room = int(free * CUDA_SHARE) - needed
+    allowed = free * CUDA_SHARE if utilization is None else free - (1 - utilization) * total
+    room = int(allowed) - needed
     if room <= 0:
+        least = math.ceil(100 * (1 - (free - needed) / total)) + 1
+        more = utilization is not None and least < 100
+        limit = "" if utilization is None else f" within {utilization:.0%} of its memory"
         raise OptionError(
-            f"the GPU has {format_bytes(free)} of {format_bytes(total)} free after the weights, "
-            f"and a step of {runner.max_num_batched_tokens} tokens and the graphs of decode take "
+            f"the GPU has {format_bytes(max(0, int(allowed)) if limit else free)} of "
+            f"{format_bytes(total)} free after the weights{limit}, and a step of "
+            f"{runner.max_num_batched_tokens} tokens and the graphs of decode take "
             f"{format_bytes(needed)}",
-            hint=f"--max-num-batched-tokens {max(1, runner.max_num_batched_tokens // 4)}",
+            hint=f"--gpu-memory-utilization {least / 100:g}"
+            if more
+            else f"--max-num-batched-tokens {max(1, runner.max_num_batched_tokens // 4)}",
         )
     return room
 
