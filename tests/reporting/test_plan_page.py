@@ -49,6 +49,8 @@ def test_a_plan_as_a_page(chromium: Any, tmp_path: Path, width: int) -> None:  #
     assert bars.count() == len(before)
     assert bars.first.locator("rect").count() >= 4
     assert view.locator("#pipeline svg rect.aF").count() >= 8
+    assert view.locator("#layouts td .range").first.is_visible() == (width > 700)
+    assert "exposed: fraction" in view.inner_text("#layouts")
     assert "NVLink" in view.inner_text("#change")
     assert view.inner_text("#run pre").startswith("hocket train llama-3-70b --data DATA --layout")
     assert not errors

@@ -79,7 +79,9 @@ def plan_html(found: PlanPage) -> str:
         capacity="unknown" if found.capacity is None else format_bytes(found.capacity),
         memory=_memory(found.rows, found.capacity),
         pipeline=_pipeline(found),
-        explanation=_section("change", "What would change the answer", found.changes),
+        explanation=_section(
+            "change", "Why this layout, and what would change the answer", found.changes
+        ),
         command=_text(found.command),
         footer=_text(found.footer),
     )
@@ -97,6 +99,11 @@ def _layout(text: str) -> str:
     return "<wbr>".join(f"<span>{_text(part)}</span>" for part in parts)
 
 
+def _ranged(text: str) -> str:
+    """A figure whose range, in brackets, a narrow page leaves out."""
+    return re.sub(r"( \(.*\))$", r'<span class="range">\1</span>', _text(text))
+
+
 def _list(name: str, lines: Sequence[str]) -> str:
     items = "".join(f"<li>{_text(line)}</li>" for line in lines)
     return f'<ul class="{name}">{items}</ul>' if lines else ""
@@ -110,7 +117,7 @@ def _section(name: str, title: str, lines: Sequence[str]) -> str:
 
 def _row(row: PlanRow) -> str:
     cells = "".join(
-        f'<td data-value="{"" if value is None else repr(float(value))}">{_text(text)}</td>'
+        f'<td data-value="{"" if value is None else repr(float(value))}">{_ranged(text)}</td>'
         for text, value in row.cells
     )
     mark = "" if row.runs else " *"
