@@ -18,7 +18,7 @@ from hocket.spec.units import format_bytes
 class Export:
     """Write a run's model as a directory that AutoModelForCausalLM.from_pretrained loads.
 
-    Of a run with LoRA it is the adapter, as PeftModel.from_pretrained loads it.
+    For a run with LoRA, this is the adapter, which PeftModel.from_pretrained loads.
 
     Attributes:
         run: run folder.

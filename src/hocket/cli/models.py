@@ -20,7 +20,8 @@ Words = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="
 class Models:
     """List the models that come with hocket, or the GPUs that --cluster takes.
 
-    `hocket models check MODEL` prints how a model of any kind of name can be trained and served.
+    `hocket models check MODEL` shows whether a model, by name, directory or Hub id, can be trained
+    and served.
 
     Attributes:
         words: `check` and a model.

@@ -50,7 +50,7 @@ class PlanFlags:
         emit: print the first layout as flags or configuration of megatron, megatron-bridge,
             torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm,
             sglang or hocket. Only layouts that the tool can run are ranked.
-        source: configuration of another tool to predict, and to print a better one of as a diff:
+        source: predict the configuration of another tool, and print a better one as a diff:
             torchtitan TOML or Python, Megatron's flags or launch script, Megatron-Bridge Python,
             DeepSpeed JSON, accelerate or Automodel YAML, with --serve a vLLM or SGLang command. The
             file is parsed, never executed.
@@ -75,9 +75,9 @@ class PlanFlags:
         restart_seconds: seconds from a failure to the next step (default: 300).
         failures: failures per GPU and hour (default: 2e-5, as in Llama 3's 54 days).
         repair_hours: hours until a failed node is back (default: 24).
-        expert_imbalance: tokens of the expert rank that gets most, over the mean, where experts are
-            divided over ranks; 1 is even routing (default: 1.5).
-        mtp_layers: layers for multi-token prediction behind the last layer, as Megatron-Core and
+        expert_imbalance: tokens of the most loaded expert rank over the mean, with expert
+            parallelism; 1 is even routing (default: 1.5).
+        mtp_layers: multi-token prediction layers after the last layer, as Megatron-Core and
             Megatron-Bridge train them (default: none).
         html: page to write: layouts to sort, memory, pipeline, what would change the answer.
         json: print one JSON object; with --emit it contains that text as well.
@@ -91,12 +91,12 @@ class PlanFlags:
             99.
         prefix_cache_hit_rate: fraction of each prompt that is in the cache already, from requests
             with the same beginning (default: 0).
-        trace: requests as they came, instead of equal ones at random times: CSV or JSON lines of
+        trace: recorded requests, instead of equal ones at random times: CSV or JSON lines of
             arrival (seconds), prompt_tokens, output_tokens.
-        weights: bytes of a model of which nothing else is known: 180GB.
+        weights: size of the weights of an otherwise unknown model, as in 180GB.
         quantization: precision of the served weights (default: as the checkpoint is stored); mxfp4
-            is of experts alone, int4 that of AWQ and GPTQ. One of: none, fp8, int8, fp4, int4,
-            mxfp4.
+            applies to experts only; int4 is that of AWQ and GPTQ. One of: none, fp8, int8, fp4,
+            int4, mxfp4.
         cache_precision: key/value cache precision (default: fp8 with fp8 weights, else bf16). One
             of: bf16, fp8.
         engine: inference server whose constants are used: trtllm, vllm ... (default: a tuned

@@ -38,7 +38,7 @@ class TemplateFlags:
         storage: size of the volume of runs or models, for Kubernetes.
         interface: network interface of NCCL and Gloo, as in ib0 or eth0 (default: their choice).
         port: port of the API; metrics have the next one.
-        launch: words between srun and hocket, as in "apptainer exec --nv hocket.sif".
+        launch: command between srun and hocket, as in "apptainer exec --nv hocket.sif".
     """
 
     kind: Kind = ""

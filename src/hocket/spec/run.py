@@ -75,7 +75,8 @@ class TrainOptions:
             linear). One of: cosine, linear, constant.
         min_lr: learning rate at the end (default: a tenth of --lr with cosine, 0 with linear).
         warmup: linear warm-up steps (default: a tenth of --steps, at most 100).
-        weight_decay: of AdamW, without norms and biases (default: 0.1 for random weights, else 0).
+        weight_decay: AdamW weight decay, not applied to norms and biases (default: 0.1 for random
+            weights, else 0).
         beta1: AdamW decay rate of the first moment.
         beta2: AdamW decay rate of the second moment.
         eps: AdamW epsilon.
@@ -90,9 +91,12 @@ class TrainOptions:
         data_format: record format: text, chat (messages or conversations; loss on the assistant's
             turns), completion (prompt and completion; loss on the completion), or auto (from each
             file's first record). One of: auto, text, chat, completion.
-        chat_template_file: replaces the tokenizer's own: a Jinja file, chatml, llama-3 or zephyr.
-        streaming: tokenize data as it is read, storing no Hub files; of text what --steps take.
-        token_window: bytes of tokens on disk, of --streaming text of any size: 8GB (default: all).
+        chat_template_file: chat template instead of the tokenizer's own: a Jinja file, chatml,
+            llama-3 or zephyr.
+        streaming: tokenize data while it is read, without storing Hub files; of text, only what
+            --steps need.
+        token_window: with --streaming of text, bytes of tokens on disk at a time, as in 8GB
+            (default: all).
         max_corrupt_records: unreadable records (not JSON, no such field) that are skipped, each
             reported with file and line; one more ends the run.
         packing: documents in rows: across (concatenated, attention crosses documents), documents
@@ -113,8 +117,8 @@ class TrainOptions:
         save_mode: writing of checkpoints: background (training continues; from a copy of weights
             and optimizer state in host memory), blocking (training waits), or auto (background
             where host memory suffices and the state is large). One of: auto, background, blocking.
-        keep_checkpoints: newest checkpoints that are kept.
-        keep_every: keep for good the checkpoints of steps that this number divides; 0: none.
+        keep_checkpoints: number of newest checkpoints to keep.
+        keep_every: also keep the checkpoint of every such number of steps, forever; 0: none.
         upload: destination of copies of checkpoints, written in the background: a folder, or a URL
             that fsspec knows (s3://BUCKET/RUN); an empty run folder is filled from it (default:
             nowhere).
@@ -134,7 +138,8 @@ class TrainOptions:
             to save is rejected (default: not checked).
         max_restarts: consecutive restarts after a rank died or hung, without a new checkpoint
             between them; a failure that recurs at the same step ends the run at once.
-        elastic: continue in the best layout for the devices there are, lost or returned.
+        elastic: continue in the best layout for the remaining devices when some are lost, and for
+            all when they are back.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
         timeline_steps: number of steps to record, all shown by hocket report --format trace.

@@ -36,9 +36,9 @@ class ServeOptions:
         kv_cache_dtype: precision of the key/value cache: auto (that of --dtype), bf16, or fp8
             (e4m3, half the bytes; on CPUs and on GPUs of compute capability 8.9 or higher). One of:
             auto, bf16, fp8.
-        redundant_experts: copies of experts in each layer, over the ranks of ep together: of those
-            that most tokens choose, so that the ranks' loads are even.
-        rebalance_steps: steps after which the copies are placed again, by the tokens since.
+        redundant_experts: copies of the most used experts in each layer, over all ranks of ep, to
+            balance their load.
+        rebalance_steps: steps between placements of these copies by the load since the last one.
         served_model_name: model name in the API (default: the name of the model folder).
         max_num_batched_tokens: maximum number of tokens per step of a replica, with ep of each of
             its data ranks (default: 512 on CPU, 2048 on CUDA).
