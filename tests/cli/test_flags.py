@@ -96,7 +96,7 @@ def test_an_axis_of_a_verb_that_takes_a_layout_names_the_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["serve", "m", "--tensor-parallel-size", "4"]) == 2
-    assert "use --layout tp4" in capsys.readouterr().err
+    assert "--layout tp4" in capsys.readouterr().err
 
 
 def test_numbers_of_yaml_in_tables_too(tmp_path: Path) -> None:
@@ -130,6 +130,7 @@ def test_help_ends_with_commands_that_the_verb_reads(verb: str, helps: dict[str,
         ("gpus", "hocket models --gpus"),
         ("train tiny-lama --steps 3", "hint: hocket train tiny-llama --steps 3"),
         ("plan m --objective tme", "hocket plan m --objective time"),
+        ("plan llama-3-8b --cluster H100x8", "hint: hocket plan llama-3-8b --cluster 8xH100\n"),
         ("rehearse tiny-llama --gpu H1000", "hint: hocket rehearse tiny-llama --gpu H100"),
         ("template kubernet m", "hint: hocket template kubernetes m"),
         ("train m --lr abc", "hint: hocket train --help lr"),
@@ -139,6 +140,10 @@ def test_help_ends_with_commands_that_the_verb_reads(verb: str, helps: dict[str,
         ("train m --recompute", "hocket train m --recompute full"),
         ("plan m --config a/run.yaml", "> a/run.toml\n        then --config a/run.toml"),
         ("serve m --enable-prefix-caching", "the prefix cache is on"),
+        (
+            "train tiny-llama --data pyproject.toml --run no/such --resume",
+            "hint: hocket train tiny-llama --data pyproject.toml --run no/such\n",
+        ),
     ],
 )
 def test_what_other_tools_call_it_leads_to_the_command_here(

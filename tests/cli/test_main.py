@@ -283,12 +283,12 @@ def test_a_value_of_another_type_is_one_line(
     assert err.endswith(f"{hint}\n")
 
 
-def test_number_formats_by_pytorchs_names() -> None:
+def test_number_formats_by_pytorchs_names_and_a_gpu_as_a_device() -> None:
     known = spelling.flags_of(importlib.import_module("hocket.cli.train"))
     found = spelling.checked_arguments(
-        "train", ["--dtype", "bfloat16", "--grad-dtype=float32"], known
+        "train", ["--dtype", "bfloat16", "--grad-dtype=float32", "--device", "gpu"], known
     )
-    assert found == ["--dtype", "bf16", "--grad-dtype=fp32"]
+    assert found == ["--dtype", "bf16", "--grad-dtype=fp32", "--device", "cuda"]
 
 
 def test_resume_names_a_run(tmp_path: Path) -> None:

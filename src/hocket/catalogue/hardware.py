@@ -147,6 +147,11 @@ def cluster(text: str) -> Cluster:
     if match is None:
         raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")
     first, second, name, kind = match.groups()
+    turned = re.fullmatch(r"(.+)x(\d+)", name)
+    if not second and turned is not None and _is_gpu(turned[1]):
+        raise OptionError(
+            f"{text!r} names a GPU before its number", hint=f"--cluster {turned[2]}x{turned[1]}"
+        )
     if kind is None and not _is_gpu(name) and _node_key(name) is not None:
         if second is not None:
             raise OptionError(

@@ -16,7 +16,7 @@ from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError, nearest, unknown
 from hocket.spec.layout import TERMS
-from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, implied, meant, nearest_option
+from hocket.spec.synonyms import ALIAS, EXPLAINED, SYNONYMS, VALUES, implied, meant, nearest_option
 
 COMMON = frozenset({"help", "config", "set"})
 """Flags of every verb that take part in its options; `main` takes --quiet out before."""
@@ -141,8 +141,8 @@ def checked_arguments(verb: str, arguments: Sequence[str], known: Mapping[str, F
                     f"{written} is {value!r}; it must be {noun}",
                     hint=f"hocket {verb} --help {flag.name.replace('_', '-')}",
                 ) from None
-        if flag.choices and DTYPES.get(value) in flag.choices:
-            value = DTYPES[value]
+        if flag.choices and ALIAS.get(value) in flag.choices:
+            value = ALIAS[value]
             place = index if equals else index + 1
             arguments[place] = f"{written}={value}" if equals else value
         if flag.choices and value.lower() not in flag.choices:
@@ -207,10 +207,9 @@ def unknown_flag(
     name = written[2:].replace("-", "_")
     axis = SYNONYMS.get(name, name)
     if axis in TERMS and "layout" in known:
-        value = arguments[index].partition("=")[2] or (*arguments[index + 1 : index + 2], "2")[0]
         return OptionError(
             f"unknown option {written} of hocket {verb}",
-            hint=f"use --layout {axis}{value if value.isdecimal() else 2}",
+            hint=f"hocket {verb} {shlex.join(_with_layout(arguments))}",
         )
     if name in EXPLAINED:
         return OptionError(f"unknown option {written} of hocket {verb}", hint=EXPLAINED[name])
@@ -227,6 +226,23 @@ def unknown_flag(
     except OptionError as error:  # of another unknown flag
         return OptionError(f"{message}; {error.message}", hint=error.hint)
     return OptionError(message, hint=f"hocket {verb} {shlex.join(mended)}")
+
+
+def _with_layout(arguments: Sequence[str]) -> list[str]:
+    """The command with the degrees that flags of other tools set as one `--layout`."""
+    kept: list[str] = []
+    degrees: list[str] = []
+    words = list(arguments)
+    while words:
+        written, _, value = (word := words.pop(0)).partition("=")
+        axis = SYNONYMS.get(name := written[2:].replace("-", "_"), name)
+        if not written.startswith("--") or axis not in TERMS:
+            kept.append(word)
+            continue
+        if not value and words and words[0].isdecimal():
+            value = words.pop(0)
+        degrees.append(f"{axis}{value if value.isdecimal() else 2}")
+    return [*_without(kept, "--layout"), "--layout", ".".join(degrees)]
 
 
 def pasted(arguments: Sequence[str], hint: str) -> str:

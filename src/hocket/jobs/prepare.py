@@ -155,8 +155,10 @@ def _with_weights(name: str) -> str:
     from hocket.catalogue import models
 
     repo = models.entry(name).hub_id if name in models.model_names() else None
-    here = "a directory with safetensors weights, or no --lora-rank"
-    return here if repo is None else f"hocket train {repo}, which has them; or {here}"
+    other = "or a directory with safetensors weights"
+    return (
+        "leave --lora-rank out" if repo is None else f"hocket train {repo}, which has them; {other}"
+    )
 
 
 def choice_checked(request: JobRequest, world_size: int | None) -> None:

@@ -23,7 +23,7 @@ from hocket.spec.layout import TERMS, Layout
 from hocket.spec.links import Links
 from hocket.spec.precision import OPTIMIZERS, QUANTIZED_BASES
 from hocket.spec.run import TrainOptions, Workload
-from hocket.spec.synonyms import DTYPES, unknown_option
+from hocket.spec.synonyms import ALIAS, unknown_option
 from hocket.spec.units import parse_bytes, parse_duration
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -163,7 +163,7 @@ def typed_options(values: Mapping[str, Any]) -> dict[str, Any]:
         del given["dtype"]
     for name in ("dtype", "grad_dtype"):
         if name in given:
-            given[name] = DTYPES.get(given[name], given[name])
+            given[name] = ALIAS.get(given[name], given[name])
     if str(given.get("save_every", "")).isdecimal():
         given["save_every"] = int(given["save_every"])
     for name in ("model", "run", "cluster"):

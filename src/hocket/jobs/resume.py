@@ -35,6 +35,7 @@ from hocket.spec.errors import CheckpointError, HocketError, OptionError, RunFol
 from hocket.spec.files import MALFORMED, parse_json, write_text
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.run_names import nearest_run
 from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -214,6 +215,9 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
             "--resume continues a run, and none was named", hint="hocket train --run RUN --resume"
         )
     folder = RunFolder(request.run)
+    near = nearest_run(folder.path) or ""
+    if request.data and not folder.spec_file.exists() and not near.startswith("did you mean"):
+        raise RunFolderError(f"{folder.path} holds no run to resume", hint="leave --resume out")
     spec = folder.load(trust_remote_code=request.options.trust_remote_code)
     has = any(folder.checkpoints.glob("step-*"))
     if not has and not request.again:

@@ -98,7 +98,7 @@ VALUES = {
 }
 """Switches of other tools, and the option and value that they set here."""
 
-DTYPES = {
+ALIAS = {
     "bfloat16": "bf16",
     "float32": "fp32",
     "float": "fp32",
@@ -106,8 +106,9 @@ DTYPES = {
     "double": "fp64",
     "float16": "fp16",
     "half": "fp16",
+    "gpu": "cuda",
 }
-"""PyTorch's names of number formats, by the names here."""
+"""Other names of number formats and devices, by the names here."""
 
 EXPLAINED = {
     "batch_size": "use --global-batch (sequences per step over all ranks) or --micro-batch-size "

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs import defaults, precision
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving import context
+from hocket.jobs.serving.deployment import catalogue_entry
 from hocket.jobs.serving.eight_bits import require_cached, require_known
 from hocket.jobs.serving.joined import joined_world
 from hocket.spec import renamed
@@ -161,9 +162,13 @@ def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServ
     layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
     source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
+        entry = catalogue_entry(wanted.model)
+        hub = None if entry is None else entry.hub_id
         raise ModelError(
             f"{wanted.model} has no weights, and random ones would answer noise",
-            hint="a run folder, a directory with safetensors weights, or ORG/NAME on the Hub",
+            hint=f"did you mean {hub!r}?"
+            if hub
+            else f"hocket train {wanted.model} --data DATA --run runs/mine",
         )
     require_cached(
         options.kv_cache_dtype, wanted.workload.dtype, source.config, cuda=device == "cuda"
