@@ -352,7 +352,7 @@ def test_data_that_is_not_there(refused: Run) -> None:
         (["--layout", "dp2.tp2", "--data-parallel", "threads"], "takes no other axis"),
         (["--steps", "0"], "steps is 0; it must be at least 1"),
         (["--dtype", "fp61"], "unknown dtype 'fp61'"),
-        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
         (["--lr", "-1"], "lr is -1.0"),
         (["--eval-fraction", "1.5"], "eval_fraction is 1.5"),
         (["--seq-len", "many"], "--seq-len"),

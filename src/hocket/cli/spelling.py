@@ -248,9 +248,12 @@ def _with_layout(arguments: Sequence[str]) -> list[str]:
 def pasted(arguments: Sequence[str], hint: str) -> str:
     """A hint with its flags as a whole command to paste; what follows them is a line of its own."""
     flags, rest = hint, ""
-    clause = re.search(r"(, or |[,;] | or (?=--)| to | \()", hint)
+    clause = re.search(r"(, or |[,;] | or (?=--)| to | is | \()", hint)
     if mended(arguments, hint) is None and clause is not None:
-        flags, rest = hint[: clause.start()], hint[clause.start() :].lstrip(" ,;")
+        flags, rest = (
+            hint[: clause.start()],
+            hint[clause.start() :].lstrip(" ,;").removeprefix("is "),
+        )
     command = mended(arguments, flags)
     if command is None:
         return hint

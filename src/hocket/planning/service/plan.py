@@ -420,9 +420,9 @@ def impossible(
             held = problem.cluster.node.num_gpus
             size = enough[0].candidate.size
             count = nodes(problem, size, enough[0].replicas)
-            hint = f"--cluster {count}x{held}x{problem.gpu.name} is enough"
+            hint = f"--cluster {count}x{held}x{problem.gpu.name}"
     if hint is None and others:
-        hint = f"--cluster {others[0]} is enough"
+        hint = f"--cluster {others[0]}"
         hint += f", or {', '.join(others[1:])}" if others[1:] else ""
     elif hint is None and service.tpot_ms is not None and kind.floor_tpot is not None:
         floor = math.ceil(kind.floor_tpot * 1e3)
