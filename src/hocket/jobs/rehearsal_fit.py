@@ -78,8 +78,8 @@ def require_size(layout: Layout, dimensions: Dimensions) -> None:
     if each * count > MOST_LAYERS:
         fewer_layers = f"--layers {max(1, MOST_LAYERS // count) * layout.pp}"
         raise OptionError(
-            f"a rank executes {each:,} layers for {count:,} microbatches, {each * count:,} in all; "
-            f"a rehearsal executes at most {MOST_LAYERS:,}",
+            f"layers of a rank: {each:,}, microbatches: {count:,}; a rehearsal executes at most "
+            f"{MOST_LAYERS:,} layers in a rank's step",
             hint=fewer_layers if each > count else f"--microbatches {MOST_LAYERS // each}",
         )
 
@@ -99,7 +99,7 @@ def require_inputs(spec: RunSpec, device: RehearsedDevice) -> None:
         raise LayoutError(
             f"the hidden state of {rows:,} sequences of {workload.seq_len:,} tokens takes "
             f"{format_bytes(rows * each)}, and {device.name} has {format_bytes(device.memory)}",
-            hint=f"--rows {device.memory // each}" if device.memory > each else None,
+            hint="--rows 1" if device.memory > each else None,
         )
 
 
