@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -43,6 +44,19 @@ def test_dimensions_left_out_are_the_class_defaults(tmp_path):
     assert (sizes.intermediate_size, sizes.vocab_size, sizes.tied) == (3072, 50257, True)
     sizes = resolve_model(write(tmp_path, model_type="mixtral")).dimensions
     assert (sizes.num_key_value_heads, sizes.num_experts) == (8, 8)
+
+
+def test_the_class_defaults_are_read_without_listing_all_families(monkeypatch):
+    """There are hundreds of them, and every command reads the defaults of its model's type."""
+
+    def listed(*_):
+        raise AssertionError("a folder was listed")
+
+    monkeypatch.setattr(os, "scandir", listed)
+    assert registry.defaults.__wrapped__("gpt2").values["n_layer"] == 12
+    assert registry.defaults.__wrapped__("gemma3_text").values["num_hidden_layers"] == 26
+    with pytest.raises(AssertionError, match="listed"):
+        registry.defaults.__wrapped__("blip_text_model")
 
 
 def test_directory_with_and_without_weights(tmp_path):

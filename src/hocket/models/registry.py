@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,11 @@ def defaults(model_type: str) -> ModelDefaults:
     if name is None:
         return ModelDefaults({}, {})
     head = f"class {name}("
-    folder = model_type.replace("-", "_")
-    likely = [
-        package() / "models" / part / f"configuration_{part}.py"
-        for part in (folder, folder.removesuffix("_text"))
-    ]
-    for file in (*likely, *sorted((package() / "models").glob("*/configuration_*.py"))):
+    own = model_type.replace("-", "_")
+    named = [f"{part}/configuration_{part}.py" for part in (own, own.removesuffix("_text"))]
+    folders = package() / "models"
+    # Hundreds of families are listed only where a type's own file holds no such class.
+    for file in itertools.chain(map(folders.joinpath, named), folders.glob("*/configuration_*.py")):
         if file.exists() and head in (text := file.read_text()):
             return _read(text, name)
     return ModelDefaults({}, {})
