@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from hocket.jobs import train
 from hocket.ranks import serving
 
 pytestmark = pytest.mark.train
@@ -45,3 +46,5 @@ def test_a_server_s_rank_finds_its_modules_imported() -> None:
     late = imported_within(serving) - set(json.loads(done.stdout))
     # The parent's timeline of a recorded window, and a tokenizer where answers obey a structure.
     assert late <= {"hocket.spec.timeline", "hocket.training.tokenizer"}
+    # A rank of training renames weights where it reads them and where it exports them.
+    assert "hocket.models.conversion_rules" in {*train.PRELOAD} & {*serving.PRELOAD}

@@ -176,8 +176,7 @@ def _report(summary: Summary, request: JobRequest, record: JobRecorder) -> Summa
     return summary
 
 
-PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
-CONVERSION_RULES = "hocket.models.conversion_rules"
+PRELOAD = ("hocket.training.rank", "hocket.runtime.shm", "hocket.models.conversion_rules")
 
 
 def prepare_run(
@@ -260,8 +259,6 @@ def launch_ranks(
     from hocket.training.windowed import windows_made
 
     launcher.preload(modeling_modules(spec.config))
-    if spec.weights is not None:
-        launcher.preload([CONVERSION_RULES])
     _require(launcher, folder, spec, record)
     spec, predicted = _fitted(launcher, folder, spec, record, accumulate=accumulate)
     if spec.options.emulate_links is not None:
