@@ -1,4 +1,5 @@
-"""One fork server for the session, and the order of tests: those that need least come first."""
+"""One fork server for the session, and the order of tests: those that need least come first, or of
+several files at once those that need most."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,13 +46,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"part of the rotating cases: HOCKET_TESTS={part} replays it")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist takes files in our order: its own, by their number of tests, leaves files of few
+    long tests to the end, where one worker waits for the other."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def need(item: pytest.Item) -> int:
         return max(
             (1 + NEEDS.index(m.name) for m in item.iter_markers() if m.name in NEEDS), default=0
         )
 
     items.sort(key=need)
+    if hasattr(config, "workerinput"):  # of pytest-xdist, where long files come first instead
+        seconds: Counter[Path] = Counter()
+        for item in items:
+            limit = item.get_closest_marker("timeout")
+            most = limit.args[0] if limit else 120
+            seconds[item.path] += most if need(item) > 1 else need(item)
+        items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from hocket.cli.main import VERBS, main
 from hocket.cli.next import MOST, option_words
-from hocket.jobs import rehearse
-from hocket.jobs.rehearsal_workers import RehearsalWorkers
 
 OPTIONS = ["--seq-len", "64", "--grad-dtype", "bf16", "--lora-rank", "4"]
 
@@ -27,11 +25,9 @@ def test_options_as_they_are_typed() -> None:
     assert option_words({**options, "json": False}) == words
 
 
-@pytest.mark.torch
-def test_a_rehearsal_offers_to_train_the_same(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(rehearse, "RehearsalWorkers", lambda count: RehearsalWorkers(1))
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm_workers")
+def test_a_rehearsal_offers_to_train_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", "tiny-llama", "--layout", "dp2", *OPTIONS]) == 0
     words = capfd.readouterr().out.splitlines()[-1].split()
     assert words[0] == "next:"
@@ -39,6 +35,7 @@ def test_a_rehearsal_offers_to_train_the_same(
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
 def test_a_check_offers_to_train_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     asked = ["--lora-rank", "4", "--optimizer", "adamw_8bit"]
     assert main(["check", "tiny-llama", "--layout", "dp2", *asked, "--steps", "1"]) == 0

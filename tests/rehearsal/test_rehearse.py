@@ -15,7 +15,6 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import rehearsal_workers
-from hocket.jobs import rehearse as job
 from hocket.jobs.rehearsal_text import rehearsal_report
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed, step_failed
 from hocket.jobs.rehearse import (
@@ -525,10 +524,8 @@ def test_a_compiler_that_is_too_slow_is_not_called_wrong(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_the_command_prints_one_object(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(job, "RehearsalWorkers", lambda count: RehearsalWorkers(1))
+@pytest.mark.usefixtures("warm_workers")
+def test_the_command_prints_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     code = main(["rehearse", "tiny-llama", "--layout", "dp2", "--seq-len", "64", "--json"])
     out = capfd.readouterr().out
     assert code == 0

@@ -1,4 +1,4 @@
-"""Worker processes of rehearsals: each imports torch on the fake device, so they are made once."""
+"""A worker process of rehearsals: it imports torch on the fake device, so it is made once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def workers() -> Iterator[RehearsalWorkers]:
-    """Of the tests of a folder; ended with its last one, since each holds about 1 GB."""
-    with RehearsalWorkers() as found:
+    """One process, of about 1 GB, for all tests: another would import for as long again, while the
+    other worker of pytest-xdist has a core to itself."""
+    with RehearsalWorkers(1) as found:
         yield found
 
 
 @pytest.fixture
 def warm_workers(workers: RehearsalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a test, rehearsals run on the workers of its folder."""
+    """Within a test, rehearsals run on the session's worker process."""
     monkeypatch.setattr(RehearsalWorkers, "__enter__", lambda _: workers)
     monkeypatch.setattr(RehearsalWorkers, "__exit__", lambda *_: None)
