@@ -50,7 +50,7 @@ def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, dtype: torch.dty
 def test_steps_taken_meanwhile_are_not_in_the_file(tmp_path: Path) -> None:
     held, gate = Held(1), threading.Event()
     before = {name: tensor.clone() for name, tensor in held.tensors.items()}
-    one = saver(progress=lambda: gate.wait(20))
+    one = saver(progress=lambda: gate.wait(60))
     one.save(job(tmp_path, 1), RankState(held, held.state), begin)
     for tensor in held.tensors.values():
         tensor.add_(1)
@@ -120,7 +120,7 @@ def test_ranks_vote_before_a_checkpoint_has_its_name(tmp_path: Path) -> None:
     pair = [
         BackgroundSaver(
             rank, 2, dist.PrefixStore("a", store).clone(), torch.device("cpu"),
-            progress=(lambda: gate.wait(20)) if rank else (lambda: None),
+            progress=(lambda: gate.wait(60)) if rank else (lambda: None),
         )
         for rank in (0, 1)
     ]  # fmt: skip

@@ -37,7 +37,7 @@ def together(*calls: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return found
 
 
@@ -70,7 +70,7 @@ class Hosts:
             job = CopyJob(copies=one, step=step, cursor={"at": step}, **RUN, **more)
             saver.save(job, RankState(its, its.state), lambda: None)
         for saver in savers:
-            saver.wait(30)
+            saver.wait(60)
         return list(savers[0].finished())
 
     def restore(
@@ -84,9 +84,9 @@ class Hosts:
 
         def agree(rank: int, mine: bool) -> bool:
             said[rank] = mine
-            votes.wait(20)
+            votes.wait(60)
             agreed = all(said)
-            votes.wait(20)
+            votes.wait(60)
             return agreed
 
         return together(

@@ -31,7 +31,7 @@ def test_sigterm_ends_process_1_before_a_verb_has_handlers(verb: str, code: int)
     if (
         not shutil.which("unshare")
         or subprocess.run(
-            [*command, "true"], capture_output=True, timeout=10, check=False
+            [*command, "true"], capture_output=True, timeout=100, check=False
         ).returncode
     ):
         pytest.skip("this user cannot make a pid namespace (unshare)")

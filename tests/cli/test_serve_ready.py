@@ -26,7 +26,7 @@ def test_the_printed_request_sends_a_key_and_does_not_show_it(tmp_path: Path, te
     header = re.search(r'-H ("Authorization: .*") -d', said)
     assert header is not None
     sent = subprocess.run(
-        ["bash", "-c", f"printf %s {header[1]}"], capture_output=True, text=True, timeout=20
+        ["bash", "-c", f"printf %s {header[1]}"], capture_output=True, text=True, timeout=100
     )
     assert sent.stdout == "Authorization: Bearer long-secret-1"
 

@@ -31,7 +31,7 @@ class Host:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=100)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def slurm(nodes: list[Host], folder: Path) -> Iterator[dict[str, str]]:
                 daemons.append(
                     subprocess.Popen(node.command(*words), env=environment, stdout=log, stderr=log)
                 )
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while asked(nodes[0], variables, "sinfo", "-h", "-o", "%D %t") != "2 idle":
             assert time.monotonic() < end, logs(folder)
             time.sleep(0.5)
@@ -116,6 +116,6 @@ def asked(node: Host, variables: dict[str, str], *words: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=100,
     )
     return (done.stdout + done.stderr).strip()

@@ -172,7 +172,7 @@ import json, sys, urllib.request
 address, body, key = sys.argv[1:]
 headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
 request = urllib.request.Request(address, body.encode() or None, headers)
-with urllib.request.urlopen(request, timeout=30) as answer:
+with urllib.request.urlopen(request, timeout=60) as answer:
     print(answer.read().decode())
 """
 
@@ -501,7 +501,7 @@ def the_page_of_serving_runs(cluster: Cluster) -> None:
         visit = cluster.hosts[1].command(
             "curl", "-sS", f"http://{cluster.hosts[0].address}:8123/ready"
         )
-        done = subprocess.run(visit, capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(visit, capture_output=True, text=True, check=False, timeout=100)
         assert json.loads(done.stdout) == {"status": "ready"}, done.stderr
         front.terminate()
         front.wait(60)

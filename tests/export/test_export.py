@@ -106,7 +106,7 @@ def on_two_ranks(call) -> list:
     barrier, found = threading.Barrier(2), [None, None]
 
     def run(rank: int) -> None:
-        world = CheckpointWorld(rank=rank, size=2, all_agree=lambda _: barrier.wait(20) < 2)
+        world = CheckpointWorld(rank=rank, size=2, all_agree=lambda _: barrier.wait(60) < 2)
         found[rank] = call(rank, world)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

@@ -83,7 +83,7 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(payload["socket"])
         door.listen()
-        door.settimeout(20)
+        door.settimeout(60)
         parent, _ = door.accept()
     name = f"{payload['replica']}-{payload['attempt']}"
     (_folder(payload) / f"plan.{name.replace('-', '.')}").write_text(payload.get("plan", "none"))

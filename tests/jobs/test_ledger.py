@@ -142,7 +142,7 @@ def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
         LedgerEntry.from_json(loud.to_json().replace('"others": 0.8', '"others": "much"'))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20)  # short: to read it would fill the memory
 def test_what_has_no_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_LEDGER", "/dev/zero")
     assert ledger.read_ledger() == ([], 0)

@@ -114,7 +114,7 @@ def test_no_request_is_lost(where: Path, tmp_path: Path, layout: str) -> None:  
             )
         over.set()
         for thread in (*threads, long):
-            thread.join(30)
+            thread.join(60)
 
     visitor = Visitor(visit)
     hocket.serve(
@@ -159,7 +159,7 @@ def test_what_cannot_be_loaded_changes_nothing(where: Path, tmp_path: Path) -> N
         code, answer = reload(address, path="bad-weights")
         assert code == 400, answer
         assert "cannot be served" in answer["error"]["message"]
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while post(address)[0] != 200:
             assert time.monotonic() < end
 

@@ -108,7 +108,7 @@ def run(
     finally:
         for one in served.made:
             one.close()
-    end = time.monotonic() + 10  # the kernel ends those of a killed server within moments
+    end = time.monotonic() + 60  # the kernel ends those of a killed server within moments
     while any(map(alive, served.pids())) and time.monotonic() < end:
         time.sleep(0.02)
     assert not [pid for pid in served.pids() if alive(pid)]

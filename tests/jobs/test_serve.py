@@ -53,7 +53,7 @@ def post(address: str, **body: Any) -> tuple[int, dict[str, Any]]:
         {"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -61,7 +61,7 @@ def post(address: str, **body: Any) -> tuple[int, dict[str, Any]]:
 
 def status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -97,7 +97,7 @@ class Visitor:
 
     def over(self) -> None:
         assert self.thread is not None, "it was never ready"
-        self.thread.join(30)
+        self.thread.join(60)
         if self.error is not None:
             raise self.error
 
@@ -219,7 +219,7 @@ def test_a_killed_rank_is_a_503_and_the_next_request_succeeds(where: Path, tmp_p
         asking.start()
         asked(run, 100)
         os.kill(int((run / "0-0-0").read_text()), signal.SIGKILL)
-        asking.join(30)
+        asking.join(60)
         for _ in range(300):
             if status(f"{address}/ready") == 200:
                 break
@@ -255,7 +255,7 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
     def gently(event: dict[str, Any]) -> None:
         thread = ask(event, 100)
         os.kill(os.getpid(), signal.SIGTERM)
-        thread.join(30)
+        thread.join(60)
 
     visitor = Visitor(gently, ends=False)
     found = hocket.serve(where, run=tmp_path / "one", on_event=visitor, **SMALL)
@@ -269,7 +269,7 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
-        thread.join(30)
+        thread.join(60)
 
     visitor = Visitor(at_once, ends=False)
     found = hocket.serve(where, run=tmp_path / "two", on_event=visitor, **SMALL)
@@ -290,7 +290,7 @@ def test_requests_that_outlast_the_drain_are_cut(where: Path, tmp_path: Path) ->
         thread.start()
         asked(tmp_path / "run", 119)
         os.kill(os.getpid(), signal.SIGTERM)
-        thread.join(30)
+        thread.join(60)
 
     visitor = Visitor(visit, ends=False)
     found = hocket.serve(where, run=tmp_path / "run", on_event=visitor, drain_seconds=0.1, **SMALL)

@@ -10,7 +10,7 @@ import pytest
 
 from hocket.jobs.serving import server as job
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 class Told:

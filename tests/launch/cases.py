@@ -68,7 +68,7 @@ def speak(context: RankContext, payload: dict[str, Any]) -> None:
 
 def until_asked(context: RankContext, payload: dict[str, Any]) -> None:
     """Ends once it is asked to."""
-    assert context.stop_asked.wait(20)
+    assert context.stop_asked.wait(60)
 
 
 def fail(context: RankContext, payload: dict[str, Any]) -> None:
@@ -110,12 +110,12 @@ def end_as(how: str) -> None:
 
 
 def dwell() -> None:
-    threading.Event().wait(60)
+    threading.Event().wait(600)
 
 
 def wait(context: RankContext, payload: dict[str, Any]) -> None:
     context.emit({"event": "ready", "pid": os.getpid()})
-    time.sleep(60)
+    time.sleep(600)
 
 
 def long_step(context: RankContext, payload: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from hocket.launch import Launcher
+from hocket.launch import Launcher, watch
 
 
 def hear(event: dict[str, Any]) -> None:
@@ -24,6 +24,7 @@ def main() -> None:
             print("server", launcher._server.pid, flush=True)
             if os.environ.get("STOPPED"):  # as deaf as while it imports torch
                 os.kill(launcher._server.pid, signal.SIGSTOP)
+                watch.LEAVE = 90.0  # longer than the test waits: to ask it first would show
                 threading.Timer(1.0, print, ("running",), {"flush": True}).start()
             launcher.run("tests.launch.cases:wait", int(sys.argv[1]), on_event=hear)
     except KeyboardInterrupt:

@@ -195,7 +195,7 @@ def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -230,7 +230,7 @@ def test_a_rank_that_loses_a_killed_one_names_it() -> None:
         for rank in range(3)
     ]
     try:
-        errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -286,9 +286,9 @@ def test_a_rank_that_is_stopped_before_its_entry_is_named(when: str, seconds: fl
         for rank in range(2)
     ]
     try:
-        errors = ranks[0].communicate(timeout=50)[1]
+        errors = ranks[0].communicate(timeout=100)[1]
         if not seconds:
-            assert [rank.wait(50) for rank in ranks] == [0, 0], errors
+            assert [rank.wait(60) for rank in ranks] == [0, 0], errors
         else:
             assert ranks[0].returncode == 1
             assert f"rank 0 ends: rank 1 has given no sign of life for {seconds} s" in errors

@@ -64,7 +64,7 @@ def test_a_silent_rank_is_named_though_its_peers_do_not_seem_to_wait(
 @pytest.mark.ranks
 def test_victims_of_the_watchdog_are_symptoms(ranks: RankPool) -> None:
     # NCCL's watchdog ends the peers of the hung rank first, with SIGABRT.
-    message, _ = failing(ranks, "hang", timeout=2.0, silence=60.0)
+    message, _ = failing(ranks, "hang", timeout=2.0, silence=60.0)  # short: it expires
     assert "was killed by SIGABRT" in message
     assert "Watchdog caught collective operation timeout" in message
     assert "rank 1 (the others may be waiting for it" in message

@@ -165,7 +165,7 @@ def test_another_process_continues_where_the_first_was_killed(loopback) -> None:
     )
     with loopback(repo(cuts=[200_000] + [0] * 100)) as server:
         broken = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
         )
         assert "broke off" in broken.stdout
         server.repos["model", "org/name"].cuts.clear()
@@ -228,7 +228,7 @@ def test_two_processes_download_once(loopback) -> None:
             subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
-        said = {process.communicate(timeout=50)[0] for process in both}
+        said = {process.communicate(timeout=100)[0] for process in both}
         assert len(said) == 1
         assert "snapshots" in said.pop()
         assert len(server.fetched("model.safetensors")) == 1
@@ -368,7 +368,7 @@ def test_a_plan_of_a_catalogue_model_by_its_id_needs_no_torch(loopback) -> None:
     )
     with loopback(one) as server:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=False
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
         )
         assert done.returncode == 0, done.stderr
         assert f"hocket train {entry.hub_id}" in done.stdout

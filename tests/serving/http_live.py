@@ -44,7 +44,7 @@ class Door:
 
     def raw(self, data: bytes, *, read: bool = True) -> bytes:
         """Send bytes; what comes back until the server hangs up."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as door:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as door:
             door.sendall(data)
             found = b""
             while read and (part := door.recv(65536)):
@@ -80,11 +80,11 @@ class Live(Door):
 
     def run(self, call: Any) -> Any:
         """Await something in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(call, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(60)
 
     def idle(self) -> bool:
         """Whether the replica has become idle, soon."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             if self.replica.idle:
                 return True
@@ -173,10 +173,10 @@ def live(
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
-    assert open_.wait(20)
+    assert open_.wait(60)
     try:
         yield begun[0]
     finally:
         begun[0].loop.call_soon_threadsafe(end[0].set)
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()

@@ -78,7 +78,7 @@ def test_what_the_socket_does_not_take_is_kept_in_order(pair: tuple[Channel, Cha
     reader = threading.Thread(target=read)
     reader.start()
     left.flush()
-    reader.join(10)
+    reader.join(60)
     assert found == payloads
     assert left.unsent_bytes == 0
 
@@ -99,7 +99,7 @@ def test_one_that_waits_for_a_frame_sends_what_is_left_meanwhile(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert found == {0: big + b"\x01", 1: big + b"\x00"}
 
 

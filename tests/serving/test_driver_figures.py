@@ -26,7 +26,7 @@ def test_figures_tell_at_once_that_an_aborted_request_holds_nothing(tmp_path: Pa
                 while not client.stats.get("running"):
                     await anext(stream)
                 stream.cancel()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while client.stats["running"] or client.stats["blocks_used"]:
                         await asyncio.sleep(0.01)
 
@@ -44,7 +44,7 @@ def test_figures_tell_that_a_request_whose_time_is_over_holds_nothing(tmp_path: 
                 asked = dataclasses.replace(asked, deadline=0.03 + 0.013 * number)
                 found = [output async for output in client.submit(asked)]
                 assert found[-1].finish_reason == "deadline"
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(60):
                     # What was told before it began holds nothing either.
                     while client.stats["finished"] != number + 1 or (
                         client.stats["running"] or client.stats["blocks_used"]

@@ -187,7 +187,7 @@ def test_a_timeline_shows_chunks_of_one_prompt_in_both_stages_at_once(
         watcher.start()
         time.sleep(0.1)
         (found,) = llm.generate([tuple(range(60))], SamplingParams(max_new_tokens=20))
-        watcher.join(30)
+        watcher.join(60)
     assert found.tokens
     timeline = Timeline.from_json(json.dumps(caught[0]))
     assert timeline.num_ranks == 2

@@ -125,7 +125,7 @@ def test_who_goes_away_frees_everything_at_once(path: str, stream: bool, after: 
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
             .encode() + data
         )  # fmt: skip
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not replica.running and time.monotonic() < end:
             time.sleep(0.005)
         assert replica.used > 0
@@ -155,7 +155,7 @@ def test_who_does_not_read_is_let_go() -> None:
             )
             # The answer is ended, and others are answered meanwhile.
             assert server.get("/health")[0] == 200
-            end = time.monotonic() + 30
+            end = time.monotonic() + 60
             while not replica.cancelled and time.monotonic() < end:
                 time.sleep(0.02)
             assert replica.cancelled
@@ -286,7 +286,7 @@ def test_what_outlasts_the_server_gets_an_answer_and_no_traceback(
     with live(replica, max_model_len=10**6) as server:
         bodies = [{**NORMAL, "max_tokens": 10**5, "stream": stream} for stream in (False, True)]
         datas = [b"{", *(json.dumps(body).encode() for body in bodies)]
-        doors = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in datas]
+        doors = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in datas]
         for door, data in zip(doors, datas, strict=True):
             length = len(data) + (data == b"{")
             door.sendall(f"POST {PLAIN} HTTP/1.1\r\nHost: localhost\r\n".encode())
@@ -323,7 +323,7 @@ def test_an_offer_of_another_protocol_is_passed_over(
     first = f"{head}\r\n{length}\r\n{offer}\r\n{kind}\r\n\r\n".encode() + sent
     last = first.replace(b"Connection: Upgrade", b"Connection: close, Upgrade")
     for whole in (last, first + last):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as door:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as door:
             for part in (whole,) if cut is None else (whole[:cut], whole[cut:]):
                 door.sendall(part)
                 time.sleep(0.01)
@@ -370,7 +370,7 @@ def test_too_many_requests_and_connections_are_reported() -> None:
         for door in (*doors, *idle):
             door.close()
         replica.length, replica.delay = 24, 0.0
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while server.replica.running and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.1)

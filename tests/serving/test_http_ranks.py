@@ -79,7 +79,7 @@ class Client(Door):
 
     def idle(self) -> None:
         """No request is left, and no block is held."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             text = urllib.request.urlopen(self.metrics).read().decode()
             held = [f'hocket_{name}{{replica="0"}} 0.0' in text for name in

@@ -45,21 +45,21 @@ def test_sums_of_different_sizes_are_reported(ranks: RankPool) -> None:
 
 
 def test_a_late_rank_is_named(ranks: RankPool) -> None:
-    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=2.5)
+    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=4.0)  # short: it expires
     for text, seconds in (first, third):
         assert "did not come: rank 1" in text
-        assert 2.5 <= seconds < 6.0  # when it would have come
+        assert seconds >= 4.0
 
 
 def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     # The parent would end the peers before they notice; under torchrun nobody does.
-    monkeypatch.setattr("hocket.launch.watch.GRACE", 4.0)
+    monkeypatch.setattr("hocket.launch.watch.GRACE", 60.0)
     events: list[dict[str, Any]] = []
-    payload = {"case": CASES + "bereaved", "backend": "shm", "timeout": 30, "kwargs": {}}
+    payload = {"case": CASES + "bereaved", "backend": "shm", "timeout": 60, "kwargs": {}}
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 .* was killed by SIGKILL"):
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
-    assert time.monotonic() - begin < 30.0  # the time-out
+    assert time.monotonic() - begin < 50.0  # as they notice it, and not as their time is over
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
     errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
     assert sorted(errors) == [0, 1]
@@ -67,7 +67,7 @@ def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_unfinished_elsewhere_goes_on(ranks: RankPool) -> None:
-    assert ranks.run(CASES + "unfinished", 2, backend="shm", timeout=20) == [4.0, 4.0]
+    assert ranks.run(CASES + "unfinished", 2, backend="shm", timeout=60) == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "tp2.pp2"])

@@ -78,7 +78,7 @@ class TokenPart:
         self.plans.append(plan.number)
         self.before(plan)
         if self.taken is not None:
-            assert self.taken.get(timeout=20) == plan.number
+            assert self.taken.get(timeout=60) == plan.number
         for slot in plan.released:
             del self.tables[slot]
         for one in plan.admitted:

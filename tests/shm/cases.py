@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import random
 import time
@@ -317,18 +318,25 @@ def mismatch(context: RankContext, how: str) -> str:
     return "nothing"
 
 
-def late(context: RankContext, seconds: float) -> list[Any]:
-    """Rank 1 does not come to the second collective."""
+def late(context: RankContext) -> str:
+    """Rank 1 does not come to the second collective before the others have given up."""
     dist.all_reduce(torch.ones(4))
     if context.rank == 1:
-        time.sleep(seconds)
-        return []
-    begin = time.monotonic()
+        others_gave_up(context)
+        return ""
     try:
         dist.all_reduce(torch.ones(4))
     except PeerTimeout as error:
-        return [str(error), time.monotonic() - begin]
-    return ["nothing", 0.0]
+        context.store().set(f"gave up {context.rank}", "")
+        return str(error)
+    return "nothing"
+
+
+def others_gave_up(context: RankContext) -> None:
+    """Wait until each other rank has set its key. Raises if one does not for a minute."""
+    others = [rank for rank in range(context.world_size) if rank != context.rank]
+    minute = datetime.timedelta(minutes=1)
+    context.store().wait([f"gave up {rank}" for rank in others], minute)
 
 
 def bereaved(context: RankContext, how: str) -> str:
@@ -346,7 +354,7 @@ def bereaved(context: RankContext, how: str) -> str:
             dist.recv(torch.ones(4), victim)
     except PeerLost as error:
         context.emit({"event": "noticed", "text": str(error)})
-    time.sleep(30)
+        raise
     return ""
 
 

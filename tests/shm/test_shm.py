@@ -16,7 +16,7 @@ CASES = "tests.shm.cases:"
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_reduce_equals_gloo(ranks: RankPool, world_size: int) -> None:
-    counts = ranks.run(CASES + "all_reduce", world_size, backend="shm", timeout=40)
+    counts = ranks.run(CASES + "all_reduce", world_size, backend="shm", timeout=60)
     assert counts[0] > 100
     assert len(set(counts)) == 1
 
@@ -29,7 +29,7 @@ def test_every_rank_holds_the_same_bits(ranks: RankPool, size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_pieces_move_as_with_gloo(ranks: RankPool, world_size: int) -> None:
-    counts = ranks.run(CASES + "moving", world_size, backend="shm", timeout=40)
+    counts = ranks.run(CASES + "moving", world_size, backend="shm", timeout=60)
     assert counts == [4 * 3 * (2 * 4 + 5)] * world_size
 
 
@@ -50,12 +50,12 @@ def test_subgroups(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (2, 2), (3, 3), (4, 4)])
 def test_asynchronous_calls_in_any_order(ranks: RankPool, world_size: int, seed: int) -> None:
-    found = ranks.run(CASES + "asynchronous", world_size, backend="shm", timeout=30, seed=seed)
+    found = ranks.run(CASES + "asynchronous", world_size, backend="shm", timeout=60, seed=seed)
     assert found == [0.0] * world_size
 
 
 def test_messages(ranks: RankPool) -> None:
-    first, second = ranks.run(CASES + "messages", 2, backend="shm", timeout=30)
+    first, second = ranks.run(CASES + "messages", 2, backend="shm", timeout=60)
     assert first == [True]
     assert second == [1.0, 3.0, 0.0, 2.0, 4.0, True, [0, 7.0]]
 
@@ -77,12 +77,10 @@ def test_ranks_that_call_different_things_are_reported(
 
 
 def test_a_late_rank_is_named(ranks: RankPool) -> None:
-    found = ranks.run(CASES + "late", 3, backend="shm", timeout=2.5, seconds=8.0)
-    for rank in (0, 2):
-        text, seconds = found[rank]
+    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=4.0)  # short: it expires
+    for text in (first, third):
         assert "did not come: rank 1" in text
         assert "all-reduce" in text
-        assert seconds < 8.0  # when it would have come
 
 
 @pytest.mark.parametrize("how", ["collective", "receive"])
@@ -90,13 +88,13 @@ def test_a_dead_rank_is_named_to_its_peers_and_to_the_parent(
     ranks: RankPool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The parent would end the peers before they notice; under torchrun nobody does.
-    monkeypatch.setattr("hocket.launch.watch.GRACE", 4.0)
+    monkeypatch.setattr("hocket.launch.watch.GRACE", 60.0)
     events: list[dict[str, Any]] = []
-    payload = {"case": CASES + "bereaved", "backend": "shm", "timeout": 30, "kwargs": {"how": how}}
+    payload = {"case": CASES + "bereaved", "backend": "shm", "timeout": 60, "kwargs": {"how": how}}
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 .* was killed by SIGKILL"):
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
-    assert time.monotonic() - begin < 30.0  # the time-out
+    assert time.monotonic() - begin < 50.0  # as they notice it, and not as their time is over
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
     errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
     assert sorted(errors) == [0, 1]
@@ -108,7 +106,7 @@ def test_nothing_is_left_to_be_found(ranks: RankPool) -> None:
 
 
 def test_fsdp_and_dtensor_run_on_it(ranks: RankPool) -> None:
-    for found in ranks.run(CASES + "functional", 2, backend="shm", timeout=40):
+    for found in ranks.run(CASES + "functional", 2, backend="shm", timeout=60):
         assert found == pytest.approx([0.0, 0.0], abs=1e-5)
 
 

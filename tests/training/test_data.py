@@ -235,7 +235,7 @@ def test_other_encodings_are_rejected_with_the_command_that_converts_them(
         documents(path)
     command = str(caught.value.hint).partition("  (")[0]
     assert command.startswith("iconv -f ")
-    subprocess.run(command, shell=True, check=True, timeout=30)  # as it is printed
+    subprocess.run(command, shell=True, check=True, timeout=100)  # as it is printed
     path.write_bytes(encoded(path, "utf-8-sig"))  # which is read as it is
     assert documents(tmp_path / f"my data.utf8{suffix}") == documents(path)
 
