@@ -75,4 +75,6 @@ def test_names_of_strangers_are_text(chromium: Any, tmp_path: Path) -> None:  # 
 def test_a_path_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "8", "--html"]
     assert main([*flags, str(tmp_path / "no" / "plan.html")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be written" in said
+    assert "--global-batch 8 --html plan.html\n" in said

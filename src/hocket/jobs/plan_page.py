@@ -69,5 +69,7 @@ def write_plan_page(found: TrainingPlan, path: str) -> Path:
     try:
         write_text(target, text)
     except OSError as error:
-        raise OptionError(f"--html {path} cannot be written: {error.strerror}") from None
+        raise OptionError(
+            f"--html {path} cannot be written: {error.strerror}", hint="--html plan.html"
+        ) from None
     return target
