@@ -278,7 +278,10 @@ def writable(files: Sequence[str | os.PathLike[str]], instead: str = "cluster.to
         if path.is_dir():
             raise OptionError(f"{path} is a folder", hint=str(path / instead))
         if not path.parent.is_dir():
-            raise OptionError(f"there is no folder {path.parent} to write {path.name} in")
+            raise OptionError(
+                f"there is no folder {path.parent} to write {path.name} in",
+                hint=f"mkdir -p {path.parent}",
+            )
         try:  # what permissions say is not the whole truth: a full disk, /proc
             with tempfile.TemporaryFile(dir=path.parent):
                 pass

@@ -320,7 +320,7 @@ def _must_be_a_run(folder: RunFolder) -> None:
             f"{path} holds no run: none of run.json, metrics.jsonl, timeline.json is there",
             hint=f"hocket report {max(inside, key=lambda p: p.stat().st_mtime)}"
             if inside
-            else "the folder that hocket train --run named",
+            else run_names.hint_of_runs(path),
         )
 
 

@@ -47,7 +47,7 @@ def interleaved(
     if virtual_stages == 1 and pp > 1:
         raise ScheduleError(
             "the interleaved schedule needs several stages on a rank; virtual_stages is 1",
-            hint="virtual_stages=2, or schedule=1f1b",
+            hint="--virtual-stages 2, or --schedule 1f1b",
         )
     return one_f_one_b(pp, virtual_stages, num_microbatches)
 
