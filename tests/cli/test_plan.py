@@ -246,7 +246,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ([*ASKED, "--stack", "megatrom"], "unknown stack"),
         ([*ASKED, "--seq-len", "0"], "seq_len is 0"),
         ([*ASKED, "--top", "0"], "top is 0"),
-        (["llama-3-70b", "--cluster", "4xH100", "--global-batch", "8"], "is the smallest that"),
+        (["llama-3-70b", "--cluster", "4xH100", "--global-batch", "8"], "the smallest that"),
         (["LLAMA-3-8B", *ASKED[1:]], "hocket plan llama-3-8b "),
         (["meta-llama/Llama-3-8B", *ASKED[1:]], "hf download meta-llama/Llama-3-8B"),
         (["/no/such/folder", *ASKED[1:]], "there is no directory /no/such/folder"),
