@@ -15,6 +15,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs import rehearsal_workers
+from hocket.jobs import rehearse as job
 from hocket.jobs.rehearsal_text import rehearsal_report
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, StepFailed, step_failed
 from hocket.jobs.rehearse import (
