@@ -52,7 +52,6 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def node_names() -> tuple[str, ...]:
-    """Every kind of node."""
     return tuple(_tables("nodes"))
 
 

@@ -47,7 +47,6 @@ def add_states(table: Table, layout: Layout, step: Step, share: StageShare, inde
 
 
 def add_attention(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
-    """Add what the attention of a stage communicates."""
     if layout.cp == 1:
         return
     # A core that is run again stops once it has what backward reads: before its outputs leave.

@@ -25,7 +25,6 @@ the loop reads and reports; as many as `training.loop` runs."""
 
 
 def step_prices(job: StepProblem, rates: Rates, links: MeasuredLinks) -> StepPrices:
-    """The prices of everything that a step does."""
     layout, place, step = job.layout, job.schedule.stage_ranks, job.step
     stages_of = [job.schedule.stages_of(index) for index in range(layout.pp)]
     shares = [job.share(stage) for stage in range(len(place))]

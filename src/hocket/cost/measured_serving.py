@@ -100,7 +100,6 @@ class MeasuredServing:
 
     @property
     def stages(self) -> int:
-        """Of its pipeline."""
         return self.replica.layout.pp
 
     def step_seconds(self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any,

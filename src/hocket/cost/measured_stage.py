@@ -87,7 +87,6 @@ class Microbatch:
 
 
 def stage_blocks(shape: ModelShape, layers: Iterable[int], first: bool, last: bool) -> list[str]:
-    """The kinds of the blocks of one stage, in order."""
     found = ["embedding"] if first else []
     found += [shape.layers[index] for index in layers]
     return found + (["head"] if last else [])

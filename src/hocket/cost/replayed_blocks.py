@@ -118,7 +118,6 @@ def weights_by_block(job: StepProblem, kinds: list[str]) -> list[list[Weight]]:
 def blocks_of(
     job: StepProblem, number: int, held: list[list[Weight]], *, cuda: bool
 ) -> list[BlockBytes]:
-    """The blocks of a stage."""
     kinds = job.blocks(number)
     again = len(job.again(number, "full"))
     asked = recompute.modules(job.layout.recompute)

@@ -278,7 +278,6 @@ class BlockGradients(ShardedGradients):
 def _filled(
     gradients: Sequence[Gradient], members: Sequence[int], bucket_mb: float
 ) -> list[_Bucket]:
-    """Buckets of some gradients, in the order in which backward fills them."""
     sizes = [gradients[index].nbytes for index in members]
     found: list[_Bucket] = []
     for places in bucket_members(sizes, bucket_mb * 1e6):

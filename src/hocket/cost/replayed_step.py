@@ -110,13 +110,11 @@ class _Stage:
                 self.gradients.arrive(index)
 
     def gather(self, block: int) -> None:
-        """Give a block's values memory."""
         if self.gathers and 0 <= block < len(self.blocks) and block not in self.whole:
             self.whole.add(block)
             self.live.take(self.blocks[block].values)
 
     def free(self, block: int) -> None:
-        """Take it back."""
         if block in self.whole:
             self.whole.remove(block)
             self.live.take(-self.blocks[block].values)
@@ -153,7 +151,6 @@ class _Replay:
         self.outputs: dict[Key, int] = {}
 
     def run(self, action: Action) -> None:
-        """Replay one action."""
         kind, key = action.kind, (action.stage, action.microbatch)
         if kind == FORWARD:
             self._taken(RECV_F, action)
@@ -175,7 +172,6 @@ class _Replay:
             self.stages[action.stage].gradients.launch()
 
     def finish(self) -> None:
-        """The end of the step."""
         self._release(self.released + len(self.sends))
         for stage in self.stages.values():
             stage.gradients.finish()

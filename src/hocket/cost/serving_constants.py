@@ -100,7 +100,6 @@ def engine_file() -> dict[str, Any]:
 
 
 def engines() -> tuple[str, ...]:
-    """The engines that have constants."""
     return tuple(engine_file()["engines"])
 
 

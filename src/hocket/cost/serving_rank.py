@@ -131,7 +131,6 @@ class RankCore(NamedTuple):
 
 
 def rank_core(core: Attention, block: BlockShape, at: Any) -> RankCore:
-    """An attention core of a block on one rank."""
     whole = core.split == "outside"
     return RankCore(
         heads=core.heads if whole else _at_least_one(core.heads / at.tp),

@@ -46,7 +46,6 @@ class Parameters:
         return Parameters(self.dense + other.dense, self.expert + other.expert)
 
     def times(self, factor: Floats | float) -> Parameters:
-        """Both times `factor`."""
         return Parameters(self.dense * factor, self.expert * factor)
 
 

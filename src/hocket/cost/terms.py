@@ -178,7 +178,6 @@ class BlockTerms:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it has stacked experts."""
         return any(each.expert for each in self.weights)
 
 

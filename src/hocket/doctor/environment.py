@@ -129,7 +129,6 @@ CHECKS = (
 
 
 def packages(place: Place) -> CheckOutcome:
-    """Versions by package."""
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             place.values[name] = metadata.version(name)
@@ -239,7 +238,6 @@ def _number(code: str) -> int:
 
 
 def nccl(place: Place) -> CheckOutcome:
-    """Version of NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -388,7 +386,6 @@ def ecc(place: Place) -> CheckOutcome:
 
 
 def mig(place: Place) -> CheckOutcome:
-    """MIG mode."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
             mode = ask("nvmlDeviceGetMigMode", handle)
@@ -416,7 +413,6 @@ def clocks(place: Place) -> CheckOutcome:
 
 
 def power(place: Place) -> CheckOutcome:
-    """Power limits."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
             limit = ask("nvmlDeviceGetEnforcedPowerLimit", handle)
@@ -471,7 +467,6 @@ def nvlink(place: Place) -> CheckOutcome:
 
 
 def peer_access(place: Place) -> CheckOutcome:
-    """Peer access, by pair."""
     from hocket.probing import devices as probe
 
     with nvml_opened() as nvml:

@@ -84,7 +84,6 @@ def doctor(
 
 
 def check_rows(checks: Sequence[GpuCheck]) -> list[dict[str, object]]:
-    """The checks as `hocket doctor --list --json` prints them."""
     return [{"id": c.id, "group": c.group, "what": c.what, "seconds": c.seconds} for c in checks]
 
 

@@ -153,7 +153,6 @@ def fragments(place: Place) -> CheckOutcome:
 
 
 def fp8_memory(place: Place) -> CheckOutcome:
-    """Losses in fp8 and in bf16."""
     wide, narrow = steps(place, 10), steps(place, 10, dtype="fp8")
     place.equal("losses in fp8 equal those in bf16", narrow["losses"] == wide["losses"], False)
     _same_losses(place, narrow["losses"], wide["losses"], 0.05)

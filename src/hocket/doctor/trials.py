@@ -126,7 +126,6 @@ def _accelerator(place: Place, kernel: KernelRow) -> Accelerator:
 
 
 def trial(place: Place, *, kernel: str, dtypes: Sequence[str] = DTYPES) -> CheckOutcome:
-    """Trials of one kernel."""
     from hocket.serving.engine.attention_cuda import Trial
 
     tried = _kernel(kernel)

@@ -219,7 +219,6 @@ def _read(file: IO[bytes]) -> str:
 
 
 def answer_requests(requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests until their end."""
     for line in requests:
         request = json.loads(line)
         asked = request["id"], request["form"], float(request["timeout"])

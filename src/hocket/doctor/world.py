@@ -79,7 +79,6 @@ def join(context: RankContext, backend: str) -> Any:
 
 
 def place_of(context: RankContext) -> Place:
-    """The place of a rank's own computations."""
     return Place("gpu" if context.device_kind == "cuda" else "cpu", context.local_rank)
 
 

@@ -101,14 +101,12 @@ def pipeline_microbatches(asked: CompareRequest, batch: int) -> int:
 
 
 def comparison_tables(found: Comparison) -> str:
-    """A comparison as tables."""
     from hocket.reporting.comparison import comparison_text
 
     return comparison_text(found)
 
 
 def sweep_report(request: JobRequest, axis: str, points: list[Point], width: int) -> str:
-    """A sweep as curves."""
     from hocket.reporting import comparison
 
     tokens = request.workload.global_batch * request.workload.seq_len

@@ -231,7 +231,6 @@ def _duration(found: Rehearsed, gpu: str) -> Duration:
 
 
 def dry_run_text(found: DryRun) -> str:
-    """What `--dry-run` prints."""
     from hocket.jobs.rehearsal_text import rehearsal_report as rehearsed
 
     spec = found.rehearsed.job.spec

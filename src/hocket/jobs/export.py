@@ -160,7 +160,6 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
 
 
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
-    """The adapter of a run, or the base with it."""
     from hocket.models import lora
     from hocket.models.source import fetch_again, require_own_base, resolve_model, run_source
     from hocket.spec import checkpoint

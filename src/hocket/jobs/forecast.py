@@ -154,7 +154,6 @@ def unmeasured_threads(options: TrainOptions) -> str:
 
 
 def write_forecast(folder: RunFolder, found: StepForecast) -> None:
-    """forecast.json and, where there is one, timeline.predicted.json."""
     write_text(folder.forecast_file, found[0].to_json())
     if found[1] is not None:
         write_text(predicted_timeline_file(folder), found[1].to_json())
@@ -166,7 +165,6 @@ def predicted_timeline_file(folder: RunFolder) -> Path:
 
 
 def read_forecast(folder: RunFolder) -> StepForecast | None:
-    """The forecast of a run; None where its folder has none."""
     try:
         found = Forecast.from_json(folder.forecast_file.read_text())
     except FileNotFoundError:

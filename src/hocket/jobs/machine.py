@@ -297,7 +297,6 @@ def save_machine(found: Cluster, file: str | os.PathLike[str]) -> None:
 
 
 def draw_topology(measured: MachineMeasurements, file: str | os.PathLike[str]) -> None:
-    """Write the topology as SVG."""
     from hocket.reporting.topology import svg
 
     write_text(Path(file), svg(measured))

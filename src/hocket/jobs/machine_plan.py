@@ -323,7 +323,6 @@ HEADERS = ("layout", "ranks", "step", "tokens/s", "memory a rank", "bubble", "ex
 
 
 def machine_table(found: TrainingPlan) -> str:
-    """The answer as text."""
     from hocket.reporting.table import table_text
 
     tokens = found.seq_len * found.global_batch

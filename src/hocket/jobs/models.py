@@ -63,7 +63,6 @@ def known_gpus() -> list[dict[str, Any]]:
 
 
 def models_table(found: Sequence[dict[str, Any]]) -> str:
-    """The models of `known` as text."""
     from hocket.reporting.table import table_text
     from hocket.spec.units import format_count
 
@@ -135,7 +134,6 @@ def checked_text(found: dict[str, Any]) -> str:
 
 
 def gpu_table(found: Sequence[dict[str, Any]]) -> str:
-    """The GPUs of `known_gpus` as text."""
     from hocket.reporting.table import table_text
 
     return table_text(

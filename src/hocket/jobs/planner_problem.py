@@ -241,7 +241,6 @@ def _config(model: str) -> Mapping[str, Any]:
 
 
 def model_type_of(model: str) -> str:
-    """`model_type` of a configuration."""
     return str(_config(model).get("model_type", ""))
 
 

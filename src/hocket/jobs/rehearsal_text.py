@@ -18,7 +18,6 @@ MOST_ROWS = 16
 
 
 def rehearsal_report(found: Rehearsed) -> str:
-    """The report as `hocket rehearse` prints it."""
     unseen = [*NOT_SEEN, *[NOT_COMPILED] * (not found.report.generated)]
     if found.job.spec.options.expert_dispatch == DEEPEP:
         unseen.append(DEEPEP_NOT_SEEN)

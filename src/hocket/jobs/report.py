@@ -60,7 +60,6 @@ def report_words(
     color: bool = False,
     unicode: bool = True,
 ) -> str:
-    """The report in words."""
     from hocket.reporting.run_text import both_text, report_text
 
     found, servers = _apart(found)
@@ -77,7 +76,6 @@ def report_words(
 def _apart(
     found: Sequence[RunRecord] | Sequence[ServerRecord],
 ) -> tuple[Sequence[RunRecord], Sequence[ServerRecord]]:
-    """Training jobs, or servers."""
     from hocket.reporting.served import ServerRecord
 
     servers = [one for one in found if isinstance(one, ServerRecord)]
@@ -221,7 +219,6 @@ def read_server_folder(path: Path) -> ServerRecord:
 def server_report_text(
     found: Sequence[ServerRecord], *, width: int = 100, color: bool = False, unicode: bool = True
 ) -> str:
-    """The report in words."""
     from hocket.reporting.served_text import both_served_text, served_text
 
     parts = [served_text(one, width=width, color=color, unicode=unicode) for one in found]

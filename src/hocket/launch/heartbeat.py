@@ -84,7 +84,6 @@ class Heart:
         self._write()
 
     def begin_step(self, done: int) -> None:
-        """The step after `done` steps begins."""
         self._step, self._action, self._microbatch = done, -1, -1
         self._write()
 
@@ -120,7 +119,6 @@ class Hearts:
         self._world_size = world_size
 
     def read(self) -> list[Beat]:
-        """Every rank's record, by rank."""
         return [_read(self._memory, rank * SIZE) for rank in range(self._world_size)]
 
     def close(self) -> None:

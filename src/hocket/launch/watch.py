@@ -395,7 +395,6 @@ def print_line(rank: int, text: str) -> None:
 
 
 def _read_memory_file(fd: int, offset: int = 0) -> str:
-    """The text of a memory file from `offset` on."""
     return os.pread(fd, max(os.fstat(fd).st_size - offset, 0), offset).decode(errors="replace")
 
 

@@ -217,12 +217,10 @@ class ChatTemplates:
                 raise _unreadable(name, f"it is too deep or too large ({error})") from None
 
     def text(self, tools: bool) -> str:
-        """The template that is used."""
         return self.texts[used(self.texts, tools)]
 
     @property
     def has_tools(self) -> bool:
-        """Whether the template says anything of tools."""
         return has_tools(self.texts)
 
     @property
@@ -295,7 +293,6 @@ class ChatTemplates:
 
 
 def used(texts: Mapping[str, str], tools: bool) -> str:
-    """The name of the template that is used."""
     if tools and "tool_use" in texts:
         return "tool_use"
     return "default" if "default" in texts else next(iter(texts))

@@ -77,7 +77,6 @@ class PlainModel:
 
 
 def save_plain(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write a model as transformers saves it."""
     _quiet()
     model.save_pretrained(folder)  # type: ignore[operator]
 

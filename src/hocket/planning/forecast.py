@@ -34,7 +34,6 @@ class Range:
         return getattr(self, renamed.attribute("Range", name, renamed.RANGE))
 
     def scaled(self, factor: float) -> Range:
-        """Each times `factor`."""
         return Range(self.low * factor, self.median * factor, self.high * factor)
 
     def inverse(self, numerator: float) -> Range:

@@ -34,7 +34,6 @@ _NAMED = {value: name for name, value in NAMES.items()}
 
 
 def layout_at(layouts: Layouts, index: int) -> Layout:
-    """One row as a Layout."""
     row = {f.name: int(getattr(layouts, f.name)[index]) for f in dataclasses.fields(Layouts)}
     return Layout(
         dp=row["dp"],

@@ -368,7 +368,6 @@ class MeasuredSteps:
         self._prefill = _line(points) if points else self._decode
 
     def step_seconds(self, prefill_tokens: Any, _: Any, decode_batch: Any, __: Any) -> Any:
-        """Of a step."""
         n, b = np.broadcast_arrays(
             np.asarray(prefill_tokens, dtype=np.float64), np.asarray(decode_batch, dtype=np.float64)
         )
@@ -469,7 +468,6 @@ def choose_server(
 
 
 def with_servers(found: ServingForecast, ranked: Sequence[ConsideredServer]) -> ServingForecast:
-    """A forecast with what else was considered."""
     return dataclasses.replace(
         found,
         alternatives=tuple(

@@ -174,7 +174,6 @@ def best_layouts(
 
 
 def _row(problem: Problem, scored: Scored, index: int, num_similar: int) -> LayoutForecast:
-    """The forecast of one row, its axes placed on the links."""
     return _with_tools(
         problem,
         placed_forecast(problem, layout_forecast(problem, scored, index, num_similar=num_similar)),

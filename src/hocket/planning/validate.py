@@ -158,7 +158,6 @@ def _distinct_ids(ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def training_group(row: PublishedRow) -> str:
-    """The group that a row is reported under."""
     return row.source if row.kind == MAINSTREAM else f"other: {row.kind}"
 
 

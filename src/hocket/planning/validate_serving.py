@@ -140,7 +140,6 @@ def serving_report(table: Sequence[Mapping[str, str]]) -> ServingValidationRepor
 
 
 def serving_group(row: ServingTableRow, several: Mapping[str, set[str]] | None = None) -> str:
-    """The group that a row is reported under."""
     if not row.mainstream:
         return f"other: {row.gpu}"
     engines = (several or {}).get(row.source, set())
@@ -148,7 +147,6 @@ def serving_group(row: ServingTableRow, several: Mapping[str, set[str]] | None =
 
 
 def price_serving_rows(found: Sequence[ServingTableRow]) -> list[ValidatedServingRow]:
-    """Predictions of rows."""
     if not found:
         return []
     answer = answers(load_groups(found), len(found))

@@ -31,7 +31,6 @@ class Taken:
 
 
 def repeat_summary(samples: Sequence[float]) -> Taken:
-    """Median and spread of at least one sample."""
     assert samples
     middle = statistics.median(samples)
     if len(samples) < 2 or middle <= 0:

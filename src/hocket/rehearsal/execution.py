@@ -92,7 +92,6 @@ class Execution:
         self.launches.counting = True
 
     def end(self) -> None:
-        """Count no longer."""
         self.launches.counting = False
 
     def into(self, found: RankRehearsal, mesh: Mesh, recorder: Actions) -> None:

@@ -35,7 +35,6 @@ class GraphCollectives:
         self._counted: list[tuple[str, str, str, int]] = []  # name, label, phase, bytes
 
     def clear(self) -> None:
-        """Forget what was counted."""
         self._counted.clear()
 
     def ran(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:

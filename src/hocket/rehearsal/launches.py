@@ -56,7 +56,6 @@ class Launches:
         self._views: dict[Any, bool] = {}
 
     def wait(self, what: str) -> None:
-        """The host waits for the device here."""
         if self.counting:
             self.host_reads[what, where()] += 1
 

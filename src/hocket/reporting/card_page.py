@@ -28,7 +28,6 @@ _TITLES = {
 
 
 def card_html(card: ReportCard) -> str:
-    """The whole page."""
     groups = [g for g in GROUPS if any(line.group == g for line in card.lines)]
     counts = {**card.counts, "rehearsed": card.rehearsed}
     if card.executed_on_gpu:

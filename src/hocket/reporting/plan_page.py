@@ -66,7 +66,6 @@ class PlanPage:
 
 
 def plan_html(found: PlanPage) -> str:
-    """The whole page."""
     body = Template(asset("plan.html")).substitute(
         title=_text(found.title),
         asked=_text(found.asked),

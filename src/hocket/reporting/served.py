@@ -83,7 +83,6 @@ class ServedFigure:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a folder is a server's."""
     try:
         return bool(parse_json((path / "run.json").read_text())["command"] == "serve")
     except (OSError, ValueError, KeyError, TypeError):

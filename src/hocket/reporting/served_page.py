@@ -61,7 +61,6 @@ NAMES = ("predicted", "from measured steps", "measured")
 
 
 def served_page(several: Sequence[ServerRecord], *, version: str, made: str) -> str:
-    """The whole page."""
     title = html.escape(" and ".join(served.name for served in several))
     parts = "".join(f"<div>{_server(served)}</div>" for served in several)
     kind = "pair two" if len(several) > 1 else "pair"

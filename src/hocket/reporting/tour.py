@@ -27,7 +27,6 @@ def tour_words(language: str) -> dict[str, Any]:
 
 
 def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -> str:
-    """One stop for a terminal."""
     said = tour_words(language)
     page = said["page"]
     mine = _filled(stop, language)
@@ -45,7 +44,6 @@ def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -
 
 
 def page_markdown(stops: Sequence[Stop], cores: int, language: str = "en") -> str:
-    """All stops as one Markdown page."""
     said = tour_words(language)
     page = said["page"]
     parts = [f"# {page['title']}", page["intro"].strip().format(cores=cores)]

@@ -58,7 +58,6 @@ class CheckpointWorld:
 
     @classmethod
     def of(cls, mesh: Any) -> CheckpointWorld:
-        """The world of a mesh."""
         if mesh.world_size == 1:
             return cls()
         from hocket.runtime import collectives

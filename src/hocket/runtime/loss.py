@@ -73,7 +73,6 @@ class NextTokenLoss:
         self.start = heads[-1].start if heads else 0
 
     def begin(self, tokens_per_microbatch: Any) -> None:
-        """A step begins."""
         self.tokens_per_microbatch = tokens_per_microbatch
 
     def __call__(
@@ -131,7 +130,6 @@ class OwnLoss:
         return total, tokens
 
     def begin(self, tokens_per_microbatch: Any) -> None:
-        """A step begins."""
         self.tokens = 0
 
 

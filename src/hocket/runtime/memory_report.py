@@ -54,7 +54,6 @@ class OwnedBytes:
 
 
 def device_state(error: BaseException, device: torch.device) -> AllocatorBytes:
-    """The allocator's state at an out-of-memory error."""
     found = _REQUESTED.search(str(error))
     requested = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if device.type != "cuda":

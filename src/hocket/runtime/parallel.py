@@ -101,7 +101,6 @@ class Parallel:
             yield parameter
 
     def train(self, mode: bool = True) -> None:
-        """Set every stage to training (or evaluation) mode."""
         for stage in self.stages:
             stage.module.train(mode)
         if self.replicas is not None:

@@ -99,7 +99,6 @@ class Recorder:
         return found
 
     def clear(self) -> None:
-        """Forget all counts and spans."""
         self._counts.clear()
         self._spans.clear()
         self._waits.clear()

@@ -91,7 +91,6 @@ class Resharded:
         return set(self._values)
 
     def states(self, name: str) -> list[str]:
-        """Names of the states of a parameter."""
         return [state for known, state in self._states if known == name]
 
     def value(self, name: str) -> Tensor:

@@ -62,7 +62,6 @@ class Remote:
         return os.stat(self.root).st_dev if "file" in self.files.protocol else None
 
     def put(self, file: Path, name: str) -> None:
-        """Write one file. Raises OSError, or what the place's own package raises."""
         if self._mounted() != self._device:
             raise OSError(f"{self.root} is not the file system that it was")
         target = f"{self.root}/{name}"

@@ -211,7 +211,6 @@ class PromptBatch:
         self.given = self._given(tokens.shape[1])
 
     def append(self, chosen: Tensor) -> None:
-        """One more token for each row, [B]."""
         self.tokens = torch.cat([self.tokens, chosen.unsqueeze(-1)], dim=-1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=-1)
         self.given = self._given(self.tokens.shape[1] if self.caches is None else 1)

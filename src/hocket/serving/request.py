@@ -125,7 +125,6 @@ class SamplingParams:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The token ids that end a row."""
         return frozenset(self.stop_tokens if self.ignore_eos else self.stop_tokens + self.stop)
 
     @property

@@ -79,7 +79,6 @@ class Timeline:
 
     @property
     def pipeline_span(self) -> float:
-        """Seconds from the first pipeline compute event's start to the last one's end."""
         spans = [e for e in self.events if e.kind in ("F", "B", "I", "W")]
         if not spans:
             return 0.0

@@ -290,7 +290,6 @@ class BatchOrder:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences in one microbatch."""
         return self.global_batch // (self.data_ranks * self.microbatches)
 
     def indices(self, step: int, data_rank: int, microbatch: int) -> npt.NDArray[np.int64]:
@@ -300,7 +299,6 @@ class BatchOrder:
         return np.arange(first, first + size)
 
     def step_indices(self, step: int) -> npt.NDArray[np.int64]:
-        """Global indices of all that a step takes."""
         return np.arange(step * self.global_batch, (step + 1) * self.global_batch)
 
     def rank_indices(self, step: int, data_rank: int) -> npt.NDArray[np.int64]:

@@ -71,7 +71,6 @@ class Faults:
         self._step = 1
 
     def begin_step(self, done: int) -> None:
-        """The step after `done` steps begins."""
         self._step = done + 1
         self._heart.begin_step(done)
         self.at("step")

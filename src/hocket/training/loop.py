@@ -287,7 +287,6 @@ class Loop:
         self.context.heart.allow(allowed)
 
     def _step(self, index: int) -> LossReading:
-        """One optimizer step; `index` counts from 0."""
         parallel, options = self.parallel, self.options
         if self.faults.spoils("wrong"):
             miscompute(parallel)

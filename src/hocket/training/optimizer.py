@@ -155,7 +155,6 @@ class Optimizer:
         self._round()
 
     def _where_stepped(self, skip: Tensor) -> Tensor:
-        """`skip` on the device of what is stepped."""
         stepped = next(iter(self._stepped.values()))
         if stepped.device == skip.device:
             return skip

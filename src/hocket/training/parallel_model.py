@@ -63,7 +63,6 @@ class WholeModule:
 
     @classmethod
     def of(cls, module: nn.Module) -> WholeModule:
-        """Of a module that is whole."""
         first = {id(p): name for name, p in module.named_parameters()}
         every = dict(module.named_parameters(remove_duplicate=False))
         saved = module.state_dict(keep_vars=True)

@@ -81,7 +81,6 @@ class Saves:
         return self._saver is not None
 
     def due(self, step: int) -> bool:
-        """Whether a save by steps is due after `step`."""
         if self.options.save_every == 0:
             return False
         return step == self.options.steps or (self._steps > 0 and step % self._steps == 0)

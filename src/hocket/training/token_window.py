@@ -72,7 +72,6 @@ class Mark:
 
 
 def window_file(folder: Path, window: int) -> Path:
-    """Where the tokens of a window are, while they are on disk."""
     return folder / f"window-{window:06d}.bin"
 
 

@@ -83,7 +83,6 @@ class Trackers:
             write_text(folder / IDS, json.dumps(ids))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Track one row of metrics."""
         values = {name: float(row[name]) for name in SCALARS if row.get(name) is not None}
         for name, log in list(self._log.items()):
             try:

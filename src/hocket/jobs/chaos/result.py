@@ -101,7 +101,6 @@ def fault_table(faults: Sequence[FaultResult]) -> list[str]:
 
 
 def _span(seconds: Sequence[float | None]) -> str:
-    """Median and largest."""
     known = [each for each in seconds if each is not None]
     if not known:
         return "-"

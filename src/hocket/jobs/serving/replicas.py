@@ -163,7 +163,6 @@ class ReplicaSet:
     # --- the course of a server --------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all replicas; returns at once."""
         sweep_folders(Path(tempfile.gettempdir()))
         self._fatal = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._care(one)) for one in self.replicas]

@@ -240,7 +240,6 @@ class Ends:
 
 
 def replica_options(server: PreparedServer, folder: RunFolder | None = None) -> ReplicaOptions:
-    """Of a server's replicas. `folder`: of its run, if it has one."""
     payload = {"spec": server.spec(replica=True).to_json(), "words": server.words_payload()}
     return ReplicaOptions(
         entry=ENTRY,

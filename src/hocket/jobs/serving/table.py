@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def plans_text(plans: Sequence[ServicePlan]) -> str:
-    """The answers as text."""
     if len(plans) == 1:
         return "\n".join(_single(plans[0]))
     name = plans[0].model.partition(" as ")[0]

@@ -266,7 +266,6 @@ class _Layers:
         }
 
     def close(self, loss: torch.Tensor) -> None:
-        """Run the head's backward."""
         self._finish("head", loss, self.last)
 
 

@@ -59,7 +59,6 @@ class Deployment:
 
     @property
     def num_gpus(self) -> int:
-        """Of all replicas."""
         return self.tp * self.pp * self.ep * self.replicas
 
     @property

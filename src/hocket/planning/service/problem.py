@@ -119,12 +119,10 @@ class ServiceProblem:
 
     @functools.cached_property
     def requests(self) -> RequestTrace | None:
-        """The trace at the rate and lengths of the service."""
         return None if self.trace is None else self.trace.under(self.service)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return self.service.tokens if self.requests is None else self.requests.longest
 
     @property

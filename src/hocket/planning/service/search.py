@@ -383,7 +383,6 @@ def search_deployments(
 
 
 def forecast_of(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
-    """The forecast of a deployment."""
     one = deployed.candidate
     return deployment_forecast(
         problem.grouped(one.ep, one.cp, one.redundant),

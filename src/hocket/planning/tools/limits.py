@@ -54,7 +54,6 @@ class Facts:
 
     @classmethod
     def of(cls, shape: ModelShape, **rest: object) -> Facts:
-        """The facts of a model's shape and `rest`."""
         return cls(
             layers=len(shape.layers), heads=shape.heads, kv_heads=shape.kv_heads,
             experts=shape.experts, latent=has_latent(shape),

@@ -153,7 +153,6 @@ def _recompute(job: ToolJob) -> tuple[str | None, list[str] | None]:
 
 
 def _megatron_flags(job: ToolJob) -> dict[str, Any]:
-    """Megatron-LM's flags of a layout."""
     layout, precision = job.layout, job.facts.precision
     virtual, stages = _pipeline(job)
     shard = layout.shard or layout.dp

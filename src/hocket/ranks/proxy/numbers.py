@@ -58,7 +58,6 @@ def outputs(
 
 
 def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The logits."""
     logits: Tensor = outputs(model, inputs).logits
     return logits
 

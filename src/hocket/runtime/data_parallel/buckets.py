@@ -123,7 +123,6 @@ class Buckets:
         return sum(b.flat.numel() * b.flat.element_size() for b in self._buckets)
 
     def flats(self) -> list[Tensor]:
-        """The buckets' memory, 1-D."""
         return [bucket.flat for bucket in self._buckets]
 
     def zero_grad(self) -> None:

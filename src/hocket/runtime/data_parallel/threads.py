@@ -88,7 +88,6 @@ class ThreadedReplicas:
         return [{**row, "total": sum(row.values())} for row in self._bytes]
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown()
 
     def _microbatch(

@@ -127,7 +127,6 @@ class ShmReduction:
 
 
 def as_bytes(tensor: Tensor) -> Any:
-    """A contiguous tensor's memory as a numpy array of uint8."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 

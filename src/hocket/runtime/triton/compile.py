@@ -79,7 +79,6 @@ class KernelSpecialization:
 
     @property
     def operands(self) -> str:
-        """Their dtype, and whether keys and values are cached in 8 bits."""
         cached = f", {CACHED_IN_8_BITS}" if self.variant.endswith(CACHED_IN_8_BITS) else ""
         return str(self.dtype).removeprefix("torch.") + cached
 

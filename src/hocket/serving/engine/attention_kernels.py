@@ -158,7 +158,6 @@ class KernelRow:
     def rejection(
         self, kind: LayerKind, accelerator: Accelerator, block_size: int | None
     ) -> str | None:
-        """Why it cannot attend for these layers; None if it can."""
         major, minor = accelerator.capability
         shape = kind.shape
         if shape.latent != self.latent:
@@ -267,7 +266,6 @@ class Choice:
     block_size: int
 
     def name(self, kind: LayerKind) -> str:
-        """The kernel of these layers."""
         return next(one.kernel for one in self.chosen if one.kind == kind)
 
     def to_json(self) -> list[dict[str, Any]]:

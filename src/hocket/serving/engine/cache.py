@@ -112,14 +112,12 @@ def write(pool: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def read(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries `index` of a pool's first dimension, in `dtype`."""
     if not holds_8_bits(pool):
         return pool.index_select(0, index)
     return pool.view(torch.uint8).index_select(0, index).view(pool.dtype).to(dtype)
 
 
 def holds_8_bits(pool: Tensor) -> bool:
-    """Whether a pool holds 8-bit floats."""
     return pool.dtype == torch.float8_e4m3fn
 
 
@@ -155,7 +153,6 @@ class BlockTables:
             self.table[torch.tensor(slots), torch.tensor(columns)] = torch.tensor(blocks)
 
     def held(self, slot: int) -> int:
-        """Blocks that a slot holds."""
         return self._held[slot]
 
 

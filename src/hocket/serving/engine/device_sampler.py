@@ -172,7 +172,6 @@ class DeviceSampler(TokenSampler):
                                self._admitting.send)  # fmt: skip
 
     def sample(self, logits: Tensor, plan: StepPlan) -> StepResult | None:
-        """As `Sampler.sample`: `launch`, and its result at once."""
         sampled = self.launch(logits, plan)
         return None if sampled is None else sampled.result()
 

@@ -162,7 +162,6 @@ class Driver:
         return True
 
     def _apply(self, rank: int, result: StepResult) -> None:
-        """The result of a data rank's plan."""
         now = self._clock()
         begun = self._begun[result.number]
         begun.left -= 1

@@ -178,7 +178,6 @@ class DecodeGraphs:
         self.reason = reason
 
     def fits(self, step: HostStep, widest: int = 0) -> bool:
-        """Whether a step is one that was captured; `widest` as `run`."""
         return step.decode and self._size(max(step.rows, widest)) is not None
 
     def _size(self, rows: int) -> int | None:

@@ -188,7 +188,6 @@ def inputs_first(weight: Tensor) -> Tensor:
 
 
 def _uses(module: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter, by its identity."""
     uses: dict[int, int] = {}
     for parent in module.modules():
         for parameter in parent._parameters.values():

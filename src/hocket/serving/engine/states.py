@@ -87,7 +87,6 @@ class RecurrentStates:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one request's states, or of one snapshot."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for shapes in self.shapes

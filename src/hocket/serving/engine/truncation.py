@@ -136,7 +136,6 @@ class Cut:
         return self.count is None and self.share is None and self.floor is None
 
     def rows(self, wanted: Tensor) -> Cut:
-        """That of some rows."""
         parts = (self.count, self.share, self.floor)
         count, share, floor = (None if part is None else part[wanted] for part in parts)
         return Cut(count=count, most=self.most, share=share, floor=floor)

@@ -40,12 +40,10 @@ def hello(token: bytes, rank: int = 0) -> bytes:
 
 
 def pack(payload: bytes) -> bytes:
-    """The frame of a payload."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def encode(message: Message) -> bytes:
-    """A message's frame."""
     return pack(json.dumps(message, separators=(",", ":")).encode())
 
 

@@ -64,7 +64,6 @@ class Renderer:
             raise
 
     def text(self, tools: bool) -> str:
-        """The template that is used."""
         return self.texts[used(self.texts, tools)]
 
     @property
@@ -99,7 +98,6 @@ class Renderer:
         return str(found["text"])
 
     def close(self) -> None:
-        """End the processes."""
         self._closed = True
         while self._idle:
             self._idle.pop().end()
@@ -172,7 +170,6 @@ class _Process:
         return any(select.select(reads, writes, (), min(left, _SLICE))[:2])
 
     def end(self) -> None:
-        """Kill it."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

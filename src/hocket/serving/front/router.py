@@ -90,7 +90,6 @@ class Timing:
     failed: bool = False
 
     def record_output(self, output: Output) -> None:
-        """One output came."""
         if output.tokens and self.first is None:
             self.first = time.monotonic()
         self.tokens += len(output.tokens)

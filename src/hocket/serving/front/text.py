@@ -52,7 +52,6 @@ class TextPieces:
         return self.extend((token,))
 
     def extend(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` complete."""
         if len(tokens) > 1:
             whole = self._decode([*self._window, *tokens])
             if HALF in whole[len(self._sent) :] or not whole.startswith(self._sent):

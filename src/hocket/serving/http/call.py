@@ -188,6 +188,5 @@ def _deadline(request: Request) -> float | None:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """A response of JSON."""
     text = json.dumps(content, separators=(",", ":"))
     return Response(text.encode(), status, media_type="application/json")

@@ -105,7 +105,6 @@ class Fields(BaseModel):
         return found
 
     def stop_strings(self, settings: HttpSettings) -> tuple[str, ...]:
-        """`stop`: a string or some."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop
         if given is None:
             return ()

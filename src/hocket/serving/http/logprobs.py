@@ -54,7 +54,6 @@ class CompletionLogprobs:
         self.offsets: list[int] = []
 
     def add(self, one: TokenLogprobs, text: str) -> None:
-        """A token and the text that it adds."""
         name = label(self.words, one.token, self.as_ids)
         top: dict[str, float] = {}
         for token, logprob in one.top:
@@ -67,7 +66,6 @@ class CompletionLogprobs:
         self._add(label(self.words, token, self.as_ids), None, None, len(self._completed(token)))
 
     def add_prompt(self, one: TokenLogprobs) -> None:
-        """A further token of a prompt."""
         self.add(one, self._completed(one.token))
 
     def _completed(self, token: int) -> str:
@@ -115,5 +113,4 @@ def chat_entry(words: TokenizerFace, token: int, logprob: float) -> dict[str, An
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON."""
     return json.dumps(value, separators=(",", ":"))

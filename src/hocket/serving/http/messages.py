@@ -59,7 +59,6 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def message_text(content: Any, where: str) -> str:
-    """A message's content: a text, or parts of text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -278,7 +278,6 @@ class HttpService:
 
 
 def _engines_check() -> Callable[[str], object] | None:
-    """The engine's look at a structure; None where it has no structured output."""
     from hocket.serving.engine import structure
 
     return getattr(structure, "check_structure", None)

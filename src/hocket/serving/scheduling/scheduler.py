@@ -107,12 +107,10 @@ class Scheduler:
 
     @property
     def outstanding(self) -> int:
-        """Plans in flight."""
         return len(self._flights)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do and nothing in flight."""
         return not self._by_id and not self._flights
 
     def stats(self) -> Stats:

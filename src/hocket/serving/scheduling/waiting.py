@@ -45,7 +45,6 @@ class WaitingRequests:
 
     @property
     def users(self) -> int:
-        """Users with requests that wait or run."""
         return len(self._users) - len(self._idle)
 
     def user(self, name: str) -> User:
