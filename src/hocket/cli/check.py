@@ -51,21 +51,13 @@ class Check:
         lr: learning rate.
         packing: `documents`: pack several documents into a row, with attention within each.
         lora_rank: compare the training of LoRA adapters of this rank with peft's.
-        lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
         lora_targets: linear layers that LoRA adapts (default: all but the output head).
         quantize_base: with --lora-rank, compare with a base in bitsandbytes' own 4-bit layers. One
             of: nf4.
         optimizer: compare with torch's AdamW, or with bitsandbytes' own in 8 bits. One of: adamw,
             adamw_8bit.
-        attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
-            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
             each node; node:8: nodes of 8 ranks) or auto (node where experts are on several nodes).
-        device: device of the ranks. One of: auto, cpu, cuda.
-        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
-        threads: CPU threads per rank.
-        trust_remote_code: run Python code that the model directory contains.
         json: print events as JSON on stdout, one object a line; the last is the report. With
             --matrix: one object per model type.
         serve: check serving: whole and chunked prefill, decode, batching, prefix reuse, preemption

@@ -45,11 +45,6 @@ class Compare:
         seq_len: tokens per sequence.
         global_batch: sequences per step.
         seed: seed of the tokens, and of random weights.
-        attention: attention implementation. One of: sdpa, eager.
-        device: device of the ranks. One of: auto, cpu, cuda.
-        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
-        threads: CPU threads per rank.
-        trust_remote_code: run Python code that the model directory contains.
         json: print one JSON object.
     """
 

@@ -30,9 +30,6 @@ class Demo:
         vocab_size: vocabulary size of the tokenizer that is trained first (default: 512).
         run: run folder (default: a new folder under runs/).
         seed: seed of weights, data order and sampling.
-        device: device of the ranks. One of: auto, cpu, cuda.
-        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
-        threads: CPU threads per rank.
     """
 
     full: bool = False

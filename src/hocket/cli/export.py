@@ -29,7 +29,6 @@ class Export:
         private: create that repository as private.
         merge: for LoRA runs: write the model with the adapter merged into its weights.
         overwrite: replace an existing model directory.
-        trust_remote_code: run Python code that the model directory contains.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""

@@ -39,11 +39,6 @@ class Generate:
         dtype: compute precision; auto is bf16 on GPUs that have it, else fp32. One of: auto, fp32,
             bf16.
         tokenizer: a directory, or `bytes` (default: the model's own).
-        attention: attention implementation. One of: sdpa, eager.
-        device: device of the ranks. One of: auto, cpu, cuda.
-        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
-        threads: CPU threads per rank.
-        trust_remote_code: run Python code that the model directory contains.
         json: print one JSON object per prompt.
     """
 

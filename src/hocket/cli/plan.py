@@ -64,8 +64,6 @@ class PlanFlags:
         price_list: providers whose on-demand quotes give the median price (default: all). One of:
             hyperscaler, specialist, all.
         lora_rank: LoRA rank (default: full fine-tuning).
-        lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
-            output head).
         quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
             nf4.
         optimizer: AdamW, moments in fp32 or 8 bits, as in `hocket train` (default: adamw). One of:

@@ -41,22 +41,15 @@ class RehearseFlags:
         global_batch: sequences per step (default: dp x microbatches x rows).
         dtype: compute precision. One of: fp32, bf16, fp8.
         grad_dtype: type in which gradients are accumulated and reduced. One of: fp32, bf16.
-        dropout: every dropout probability of the model (default: the model's configuration).
-        attention: attention implementation. One of: sdpa, eager.
         compile: compile every layer (torch.compile) for that GPU, and run what it generates.
-        context_parallel: attention over cp ranks: ring (keys and values rotate), ulysses (heads
-            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         expert_dispatch: tokens to experts (ep): direct (a row for each choice), node (one row for
             each node; node:8: nodes of 8 ranks), deepep (the library DeepEP; rehearsed as direct)
             or auto (node where experts are on several nodes, else direct).
         bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
         lora_rank: LoRA rank (default: full fine-tuning).
-        lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
-            output head).
         quantize_base: with --lora-rank, store the frozen linear layers in 4 bits (QLoRA). One of:
             nf4.
         optimizer: AdamW, moments in fp32 or 8 bits. One of: adamw, adamw_8bit.
-        trust_remote_code: run Python code that the model directory contains.
         kv_cache_dtype: with --serve, precision of the key/value cache. One of: auto, bf16, fp8.
         quantization: with --serve, precision of the weights of linear layers and experts
             (default: that of --dtype). One of: fp8.

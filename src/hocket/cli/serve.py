@@ -40,13 +40,9 @@ class Serve:
         tokenizer: a directory, or `bytes` (default: the model's own).
         attention: attention implementation of the proxy check before ranks start; requests use
             paged attention. One of: sdpa, eager.
-        device: device of the ranks. One of: auto, cpu, cuda.
-        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
-        threads: CPU threads per rank.
         emulate_links: links to emulate between CPU ranks, as in pcie4 or nvlink3x2+net100g
             (default: this machine's memory speed).
         timeout: seconds a replica may be silent before it is restarted.
-        trust_remote_code: run Python code that the model directory contains.
         dry_run: check all options, that the ports are free and the host is this machine's, and
             rehearse the steps of one replica on fake H100s; start nothing.
         json: print events as JSON on stdout, one object a line, and nothing else there.

@@ -16,6 +16,7 @@ from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError, nearest, unknown
 from hocket.spec.layout import TERMS
+from hocket.spec.run import TrainOptions
 from hocket.spec.synonyms import ALIAS, EXPLAINED, SYNONYMS, VALUES, implied, meant, nearest_option
 
 COMMON = frozenset({"help", "config", "set"})
@@ -60,7 +61,8 @@ def flags_class(module: types.ModuleType) -> Any:
 
 
 def flags_of(module: types.ModuleType) -> dict[str, Flag]:
-    """The flags of a verb, by each of their names with underscores."""
+    """The flags of a verb, by each of their names with underscores; texts that its class lacks are
+    those of `TrainOptions`."""
     return _flags(flags_class(module))
 
 
@@ -68,7 +70,7 @@ def _flags(kind: Any) -> dict[str, Flag]:
     import tyro
 
     found: dict[str, Flag] = {}
-    texts = attributes(kind)
+    texts = attributes(TrainOptions) | attributes(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
