@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, OptionError, RunFolderError
 from hocket.spec.files import write_text
@@ -61,15 +61,14 @@ def report_words(
     unicode: bool = True,
 ) -> str:
     from hocket.reporting.run_text import both_text, report_text
+    from hocket.reporting.served_text import both_served_text, served_text
 
-    found, servers = _apart(found)
-    if servers:
-        return server_report_text(servers, width=width, color=color, unicode=unicode)
-    parts = [
-        report_text(r, own_bubble(r), width=width, color=color, unicode=unicode) for r in found
-    ]
+    runs, servers = _apart(found)
+    form: dict[str, Any] = {"width": width, "color": color, "unicode": unicode}
+    parts = [served_text(one, **form) for one in servers]
+    parts += [report_text(r, own_bubble(r), **form) for r in runs]
     if len(found) > 1:
-        parts.append(both_text(found))
+        parts.append(both_served_text(servers) if servers else both_text(runs))
     return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
 
 
@@ -99,26 +98,31 @@ def write_report(
     """
     path = Path(out) if out is not None else _default(found, form)
     _must_be_writable(path, asked=out is not None)
-    found, servers = _apart(found)
-    if servers:
-        write_server_report(servers, form, path)
-        return path
+    runs, servers = _apart(found)
     if form == "trace":
+        from hocket.reporting.record import RunRecord
         from hocket.reporting.trace import trace_json
 
-        if all(r.measured is None and r.predicted is None for r in found):
-            raise RunFolderError(
-                f"{found[0].path} holds no timeline: there is nothing to trace",
-                hint="a run records one in its middle, or at --timeline-step N",
-            )
-        write_text(path, trace_json(found))
+        if servers:
+            hint, why = None, "no window of steps was recorded"
+            runs = [RunRecord(path=o.path, spec=o.spec, measured=o.timeline) for o in servers]
+        else:
+            hint = "a run records one in its middle, or at --timeline-step N"
+            why = "there is nothing to trace"
+        if all(r.measured is None and r.predicted is None for r in runs):
+            raise RunFolderError(f"{found[0].path} holds no timeline: {why}", hint=hint)
+        write_text(path, trace_json(runs))
     elif form == "png":
         from hocket.reporting.figures import save_run_figure
+        from hocket.reporting.served_figures import save_served_figure
 
-        save_run_figure(found, [own_bubble(r) for r in found], path)
+        if servers:
+            save_served_figure(servers, path)
+        else:
+            save_run_figure(runs, [own_bubble(r) for r in runs], path)
     else:
         assert form == "html", form
-        write_text(path, html(found))
+        write_text(path, _served_html(servers) if servers else html(runs))
     return path
 
 
@@ -142,17 +146,24 @@ def save_text(words: str, out: str) -> Path:
 
 def html(found: Sequence[RunRecord]) -> str:
     """The page."""
-    from hocket import __version__
     from hocket.reporting.page import run_html
     from hocket.reporting.payload import run_payload
 
+    payloads = [run_payload(r, own_bubble(r)) for r in found]
+    return run_html(payloads, text=report_words(found), **_made())
+
+
+def _served_html(found: Sequence[ServerRecord]) -> str:
+    from hocket.reporting.served_page import served_page
+
+    return served_page(found, **_made())
+
+
+def _made() -> dict[str, str]:
+    from hocket import __version__
+
     made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return run_html(
-        [run_payload(r, own_bubble(r)) for r in found],
-        version=__version__,
-        made=made,
-        text=report_words(found),
-    )
+    return {"version": __version__, "made": made}
 
 
 def own_bubble(record: RunRecord) -> float | None:
@@ -214,43 +225,3 @@ def read_server_folder(path: Path) -> ServerRecord:
         note = f"the measured load was not simulated: {error.message}"
         return dataclasses.replace(found, notes=(*found.notes, note))
     return dataclasses.replace(found, loads=loads, needs=needs)
-
-
-def server_report_text(
-    found: Sequence[ServerRecord], *, width: int = 100, color: bool = False, unicode: bool = True
-) -> str:
-    from hocket.reporting.served_text import both_served_text, served_text
-
-    parts = [served_text(one, width=width, color=color, unicode=unicode) for one in found]
-    if len(found) > 1:
-        parts.append(both_served_text(found))
-    return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
-
-
-def write_server_report(found: Sequence[ServerRecord], form: str, path: Path) -> None:
-    """Write the report into a file, as `html`, `png` or `trace`.
-
-    Raises:
-        RunFolderError: there is no timeline to trace.
-        OptionError: a package that `form` needs is not installed.
-    """
-    if form == "trace":
-        from hocket.reporting.record import RunRecord
-        from hocket.reporting.trace import trace_json
-
-        if all(one.timeline is None for one in found):
-            raise RunFolderError(
-                f"{found[0].path} holds no timeline: no window of steps was recorded"
-            )
-        as_records = [RunRecord(path=o.path, spec=o.spec, measured=o.timeline) for o in found]
-        write_text(path, trace_json(as_records))
-    elif form == "png":
-        from hocket.reporting.served_figures import save_served_figure
-
-        save_served_figure(found, path)
-    else:
-        from hocket import __version__
-        from hocket.reporting.served_page import served_page
-
-        made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-        write_text(path, served_page(found, version=__version__, made=made))
