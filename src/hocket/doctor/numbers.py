@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, GpuCheck, row_of
-from hocket.doctor.place import Place
+from hocket.doctor.place import Place, float_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,12 +136,6 @@ CHECKS = (
 )  # fmt: skip
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    return torch.bfloat16 if name == "bf16" else torch.float32
-
-
 def _exact(place: Place, dtype: str) -> None:
     """fp32 products are computed in fp32: TF32 keeps ten bits of them."""
     import torch
@@ -189,7 +183,7 @@ def compare_sdpa(place: Place, *, backend: str, dtype: str) -> CheckOutcome:
 
     _exact(place, dtype)
     heads, kv_heads, length, width = place.size((32, 8, 2048, 128), (4, 2, 16, 32))
-    kind = _dtype(dtype)
+    kind = float_dtype(dtype)
     q = place.draw(2, heads, length, width, dtype=kind, seed=1, grad=True)
     k = place.draw(2, kv_heads, length, width, dtype=kind, seed=2, grad=True)
     v = place.draw(2, kv_heads, length, width, dtype=kind, seed=3, grad=True)
@@ -215,7 +209,7 @@ def sdpa_mask(place: Place, *, dtype: str) -> CheckOutcome:
     import torch.nn.functional as F
 
     heads, length, width = place.size((16, 1024, 128), (2, 16, 32))
-    kind = _dtype(dtype)
+    kind = float_dtype(dtype)
     q, k, v = (
         place.draw(2, heads, length, width, dtype=kind, seed=s, grad=True) for s in (1, 2, 3)
     )
@@ -234,7 +228,7 @@ def compare_varlen(place: Place, *, dtype: str) -> CheckOutcome:
 
     lengths = place.size([700, 1, 300, 1047], [7, 1, 8])
     heads, width = place.size((16, 128), (2, 32))
-    kind = _dtype(dtype)
+    kind = float_dtype(dtype)
     total = sum(lengths)
     q, k, v = (place.draw(total, heads, width, dtype=kind, seed=s, grad=True) for s in (1, 2, 3))
     splits: list[tuple[Tensor, ...]] = [
@@ -275,7 +269,7 @@ def cross_entropy(place: Place, *, dtype: str) -> CheckOutcome:
     from hocket.runtime.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     tokens, vocabulary = place.size((2048, 128256), (24, 64))
-    logits = place.draw(tokens, vocabulary, dtype=_dtype(dtype), seed=1, grad=True)
+    logits = place.draw(tokens, vocabulary, dtype=float_dtype(dtype), seed=1, grad=True)
     labels = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(2)).to(
         place.device
     )
@@ -297,7 +291,7 @@ def adamw(place: Place, *, dtype: str) -> CheckOutcome:
     from hocket.spec.run import TrainOptions
     from hocket.training.optimizer import Optimizer
 
-    kind = _dtype(dtype)
+    kind = float_dtype(dtype)
     shapes = place.size([(2048, 2048), (2048,), (513, 77)], [(16, 8), (8,), (5, 3)])
     options = TrainOptions(lr=1e-2)
     start = [place.draw(*shape, dtype=kind, seed=i) for i, shape in enumerate(shapes)]
@@ -326,8 +320,8 @@ def compare_matmul(place: Place, *, dtype: str) -> CheckOutcome:
     """x W' in one dtype and in fp64."""
     _exact(place, dtype)
     rows, inner, outer = place.size((1024, 4096, 1024), (8, 32, 16))
-    x = place.draw(rows, inner, dtype=_dtype(dtype), seed=1, grad=True)
-    weight = place.draw(outer, inner, dtype=_dtype(dtype), seed=2, grad=True)
+    x = place.draw(rows, inner, dtype=float_dtype(dtype), seed=1, grad=True)
+    weight = place.draw(outer, inner, dtype=float_dtype(dtype), seed=2, grad=True)
     out = x @ weight.t()
     expected = x.double() @ weight.double().t()
     _compare_backward(place, out, expected, {"input": x, "weight": weight}, LIMITS[dtype])
@@ -343,8 +337,8 @@ def grouped(place: Place, *, dtype: str, triton: bool = False) -> CheckOutcome:
 
     sizes = place.size([512, 128, 0, 1408], [16, 8, 0, 8])
     inner, outer = place.size((2048, 1024), (32, 16))
-    x = place.draw(sum(sizes), inner, dtype=_dtype(dtype), seed=1, grad=True)
-    weight = place.draw(len(sizes), inner, outer, dtype=_dtype(dtype), seed=2, grad=True)
+    x = place.draw(sum(sizes), inner, dtype=float_dtype(dtype), seed=1, grad=True)
+    weight = place.draw(len(sizes), inner, outer, dtype=float_dtype(dtype), seed=2, grad=True)
     ends = torch.tensor(sizes, device=place.device).cumsum(0).int()
     out = grouped_mm(x, weight, ends) if triton else F.grouped_mm(x, weight, offs=ends)
     parts = torch.split(x.double(), sizes)  # type: ignore[no-untyped-call]
@@ -364,15 +358,16 @@ def compare_experts(place: Place, *, dtype: str) -> CheckOutcome:
     results = []
     for implementation, kind in (("eager", "fp32"), ("grouped_mm", dtype)):
         config = config_of({"model_type": "mixtral", "num_local_experts": 4}, dropout=0.0)
-        model: Any = proxy_of(config).build(seed=3).to(_dtype(dtype)).to(place.device, _dtype(kind))
+        model: Any = proxy_of(config).build(seed=3).to(float_dtype(dtype))
+        model = model.to(place.device, float_dtype(kind))
         model.config._experts_implementation = implementation
         block = next(m for n, m in model.named_modules() if n.endswith(".experts"))
         width = model.config.hidden_size
-        x = place.draw(tokens, width, dtype=_dtype(dtype), seed=1).to(_dtype(kind))
+        x = place.draw(tokens, width, dtype=float_dtype(dtype), seed=1).to(float_dtype(kind))
         x.requires_grad_()
         chosen = torch.arange(2 * tokens, device=place.device).view(tokens, 2) * 7 % 4
         chosen[:, 1] = (chosen[:, 0] + 1) % 4
-        weights = place.draw(tokens, 2, seed=2).softmax(-1).to(_dtype(kind))
+        weights = place.draw(tokens, 2, seed=2).softmax(-1).to(float_dtype(kind))
         out = block(x, chosen, weights)
         out.square().sum().backward()
         results.append((out, [x.grad, *(p.grad for p in block.parameters())]))
@@ -388,8 +383,8 @@ def rms_norm(place: Place, *, dtype: str) -> CheckOutcome:
     import torch.nn.functional as F
 
     rows, width = place.size((4096, 4096), (8, 32))
-    x = place.draw(rows, width, dtype=_dtype(dtype), seed=1, grad=True)
-    weight = place.draw(width, dtype=_dtype(dtype), seed=2, grad=True)
+    x = place.draw(rows, width, dtype=float_dtype(dtype), seed=1, grad=True)
+    weight = place.draw(width, dtype=float_dtype(dtype), seed=2, grad=True)
     out = F.rms_norm(x, (width,), weight, 1e-6)
     exact = x.double()
     expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()

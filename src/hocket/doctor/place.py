@@ -241,3 +241,10 @@ def catalogue_name(name: str) -> str:
 
 def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+def float_dtype(name: str) -> Any:
+    """torch's dtype of `bf16`, and of `fp32`."""
+    import torch
+
+    return torch.bfloat16 if name == "bf16" else torch.float32

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, row_of
 from hocket.doctor.families import FAMILIES, whole_model
-from hocket.doctor.place import Place
+from hocket.doctor.place import Place, float_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,12 +185,6 @@ def compare_fp8_experts(place: Place) -> CheckOutcome:
     return place.outcome()
 
 
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return torch.bfloat16 if name == "bf16" else torch.float32
-
-
 def paged(place: Place, *, family: str, dtype: str, block_size: int) -> CheckOutcome:
     """Sequences in chunks, some of them one after the other, against a plain forward."""
     import torch
@@ -198,7 +192,7 @@ def paged(place: Place, *, family: str, dtype: str, block_size: int) -> CheckOut
     from hocket.doctor.paged import ToyScheduler, compare_pages
 
     torch.set_float32_matmul_precision("highest")
-    kind = _torch_dtype(dtype)
+    kind = float_dtype(dtype)
     # Of weights spread wide, logits in bf16 are hardly more than rounding.
     plain, served = both(family, 0.6 if dtype == "fp32" else 0.1)
     generator = torch.Generator().manual_seed(3)

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from hocket.spec.errors import ModelError, OptionError, nearest
-from hocket.spec.files import parse_json
+from hocket.spec.files import read_object
 
 MOST_TEMPLATE = 1 << 20
 """Bytes of a template."""
@@ -311,7 +311,7 @@ def written_templates(
     Raises:
         OptionError: `file` cannot be read. ModelError: a template cannot be.
     """
-    settings = _settings_of(directory / "tokenizer_config.json") if directory else {}
+    settings = read_object(directory / "tokenizer_config.json") if directory else {}
     words = {
         name: text
         for name, value in settings.items()
@@ -370,11 +370,3 @@ def _content(value: Any) -> str | None:
     """The text of a special token: itself, or inside an object."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
-
-
-def _settings_of(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

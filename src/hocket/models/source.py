@@ -30,7 +30,7 @@ from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE, has_own_head, headers
 from hocket.spec import checkpoint, run_names
 from hocket.spec.errors import CUTOFF, ModelError, nearest, unknown
-from hocket.spec.files import parse_json
+from hocket.spec.files import parse_json, read_object
 from hocket.spec.run import RunFolder, RunSpec
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -306,7 +306,7 @@ def _last_checkpoint(path: Path) -> Path | None:
 
 def _not_exported(name: str, path: Path) -> ModelError:
     """Of a run folder without a model; the hint makes one of what the run holds."""
-    said = _said(path / "run.json")
+    said = read_object(path / "run.json")
     if said.get("command") == "serve":
         return ModelError(
             f"{name} is the folder of a server, which holds no model",
@@ -326,15 +326,6 @@ def _not_exported(name: str, path: Path) -> ModelError:
         f"the run folder {name} holds no exported model",
         hint=_export(path, to) + (" --merge" if lora else ""),
     )
-
-
-def _said(spec: Path) -> dict[str, Any]:
-    """What run.json says; nothing where it is damaged, which the caller that needs it reports."""
-    try:
-        said = parse_json(spec.read_text())
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _export(run: Path, to: Path) -> str:

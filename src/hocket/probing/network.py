@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 from pathlib import Path
+
+from hocket.runtime.host_memory import file_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +34,20 @@ def cards(root: Path = Path("/")) -> tuple[Card, ...]:
         rates = [
             float(said[1])
             for port in sorted((folder / "ports").glob("*"))
-            if (said := re.match(r"([\d.]+) Gb/sec", _text(port / "rate")))
-            and "ACTIVE" in _text(port / "state")
+            if (said := re.match(r"([\d.]+) Gb/sec", file_text(port / "rate")))
+            and "ACTIVE" in file_text(port / "state")
         ]
         _add(found, folder, sum(rates) * 1e9 / 8)
     for folder in sorted((root / "sys/class/net").glob("*")):
         if (folder / "device").exists():
-            speed = _text(folder / "speed")
+            speed = file_text(folder / "speed")
             _add(found, folder, float(speed) * 1e6 / 8 if speed.isdigit() else 0.0)
     return tuple(found.values())
 
 
 def numa_node(root: Path, address: str) -> int:
     """The NUMA node of a PCI device, -1 if unknown."""
-    text = _text(root / "sys/bus/pci/devices" / address / "numa_node") if address else ""
+    text = file_text(root / "sys/bus/pci/devices" / address / "numa_node") if address else ""
     return int(text) if re.fullmatch(r"\d+", text) else -1
 
 
@@ -72,7 +73,7 @@ def _add(found: dict[str, Card], folder: Path, rate: float) -> None:
     # An InfiniBand card shows as a network interface too: once is enough.
     key = address or folder.name
     if key not in found or found[key].rate == 0.0:
-        numa = _text(device / "numa_node")
+        numa = file_text(device / "numa_node")
         number = int(numa) if re.fullmatch(r"\d+", numa) else -1
         name = found[key].name if key in found else folder.name
         found[key] = Card(name, rate, address, path, number)
@@ -90,9 +91,3 @@ def _common(one: str, other: str) -> int:
 
 def _place(path: Path) -> str:
     return os.path.realpath(path) if path.exists() else ""
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
-    return ""

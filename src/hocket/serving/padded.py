@@ -18,7 +18,6 @@ Legend: B rows, S positions of one round, H hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +34,7 @@ from hocket.runtime.pipeline.cut import Missing
 from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.layers import VocabParallelHead
+from hocket.serving.engine.draw import uniform
 from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
 from hocket.spec.plan import StagePlan
 
@@ -377,15 +377,9 @@ def draw_row_tokens(logits: Tensor, options: SamplingParams, position: int) -> T
         scores = scores.masked_fill(dropped, float("-inf"))
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
     at = torch.tensor(
-        [_row_uniform(options.seed or 0, row, position) for row in range(scores.shape[0])],
+        [uniform(options.seed or 0, row, position) for row in range(scores.shape[0])],
         dtype=cumulative.dtype,
         device=cumulative.device,
     ).unsqueeze(-1)
     # The first token whose cumulative probability exceeds the draw: never one of probability 0.
     return torch.searchsorted(cumulative, at * cumulative[..., -1:], right=True).squeeze(-1)
-
-
-def _row_uniform(seed: int, row: int, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone, on every machine."""
-    digest = hashlib.blake2b(f"{seed}/{row}/{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / float(1 << 53)

@@ -92,6 +92,16 @@ def parse_json(
     return found
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where it is not there, is damaged, or is another
+    value."""
+    try:
+        found = parse_json(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def json_crc32(body: Any) -> int:
     """The checksum of a JSON value, however it is laid out as text."""
     return zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode())

@@ -16,13 +16,15 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError
 from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement, TensorBlock
+
+Value = TypeVar("Value")
 
 STYLES = ("column", "row", "vocab_embedding", "vocab_head", "sum_grad", "experts")
 
@@ -472,3 +474,10 @@ def matches(pattern: str, name: str) -> bool:
     return len(parts) == len(names) and all(
         p in ("*", n) for p, n in zip(parts, names, strict=True)
     )
+
+
+def matched(patterns: Mapping[str, Value], name: str) -> Value | None:
+    """The value of a module name, else of the first pattern that it fits; None without one."""
+    if name in patterns:
+        return patterns[name]
+    return next((value for pattern, value in patterns.items() if matches(pattern, name)), None)

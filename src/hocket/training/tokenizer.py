@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hocket.spec.errors import DataError, ModelError, OptionError
+from hocket.spec.files import read_object
 from hocket.training.pieces import Sample, piece_groups, pieces_of
 from hocket.training.tokenizer_files import (
     FILE,
@@ -24,7 +25,6 @@ from hocket.training.tokenizer_files import (
     converted,
     eos_of,
     has_tokenizer,
-    read_json,
 )
 
 EOS = "<|endoftext|>"
@@ -197,7 +197,7 @@ class Tokenizer:
                 f"{directory} holds no tokenizer (none of {', '.join(SOURCES)})",
                 hint="--tokenizer bytes, --tokenizer train, or a directory that has one",
             )
-        settings = read_json(directory / "tokenizer_config.json")
+        settings = read_object(directory / "tokenizer_config.json")
         try:
             if (directory / FILE).is_file():
                 backend = Backend.from_file(str(directory / FILE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hocket.spec.files import parse_json
+from hocket.spec.files import read_object
 
 FILE = "tokenizer.json"
 SOURCES = (FILE, "tokenizer.model", "vocab.json", "spiece.model")
@@ -27,13 +27,13 @@ def has_tokenizer(directory: Path | str) -> bool:
 
 def eos_of(directory: Path, settings: dict[str, Any], backend: Any) -> str | None:
     """The end token's text, from the tokenizer's settings, the model's, or what is usual."""
-    special = read_json(directory / "special_tokens_map.json")
+    special = read_object(directory / "special_tokens_map.json")
     for found in (settings.get("eos_token"), special.get("eos_token")):
         text = found.get("content") if isinstance(found, dict) else found
         if isinstance(text, str) and backend.token_to_id(text) is not None:
             return text
     for name in ("generation_config.json", "config.json"):
-        found = read_json(directory / name).get("eos_token_id")
+        found = read_object(directory / name).get("eos_token_id")
         number = found[0] if isinstance(found, list) and found else found
         if isinstance(number, int) and backend.id_to_token(number) is not None:
             return str(backend.id_to_token(number))
@@ -47,11 +47,3 @@ def converted(directory: Path, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(
         directory, trust_remote_code=trust_remote_code, local_files_only=True
     ).backend_tokenizer
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = parse_json(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.files import parse_json, write_text
+from hocket.spec.files import read_object, write_text
 from hocket.spec.install import install_line
 from hocket.spec.run import RunSpec
 
@@ -152,12 +152,7 @@ def _mlflow(folder: Path, config: Mapping[str, Any], known: str | None, done: in
 
 def _ids(folder: Path) -> dict[str, str]:
     """The runs' ids of an earlier start; empty where there are none to be read."""
-    try:
-        found = parse_json((folder / IDS).read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
+    found = read_object(folder / IDS)
     return {name: value for name, value in found.items() if isinstance(value, str)}
 
 

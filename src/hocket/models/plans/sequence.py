@@ -24,7 +24,7 @@ from hocket.models.masks import of_whole_sequences
 from hocket.models.plans.tensor import tensor_plan
 from hocket.models.proxy import ProxyModel
 from hocket.spec.errors import ModelError
-from hocket.spec.plan import SequencePlan, Split, StagePlan, TensorPlan, matches
+from hocket.spec.plan import SequencePlan, Split, StagePlan, TensorPlan, matched
 
 _ROWS, _LENGTH, _RANKS = 2, 16, 2
 _TOLERANCE = 1e-4
@@ -111,7 +111,7 @@ def _embeds(module: nn.Module) -> bool:
 def _gathers(tensor: TensorPlan, model: nn.Module, block: str) -> bool:
     """Whether all that a block's split products return is gathered: it is whole from there on."""
     names = (f"{block}.{name}" for name, _ in model.get_submodule(block).named_children())
-    found = [_split_of(tensor.splits, name) for name in names]
+    found = [matched(tensor.splits, name) for name in names]
     return all(s.gather_output for s in found if s is not None and s.style == "column")
 
 
@@ -128,14 +128,8 @@ def _require_split_attention(model: nn.Module, plan: SequencePlan, stages: Stage
             raise ModelError(f"{name} is replicated on every rank, and attends to whole sequences")
 
 
-def _split_of(splits: Mapping[str, Split], name: str) -> Split | None:
-    if name in splits:
-        return splits[name]
-    return next((s for pattern, s in splits.items() if matches(pattern, name)), None)
-
-
 def _style(splits: Mapping[str, Split], name: str) -> str:
-    split = _split_of(splits, name)
+    split = matched(splits, name)
     return "" if split is None else split.style
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from hocket.spec.plan import (
     Split,
     TensorPlan,
     WeightSegment,
-    matches,
+    matched,
 )
 
 # Linear layers under another name: GPT-2's, with its weight stored [in, out], and Falcon's.
@@ -82,12 +82,12 @@ def apply_tensor_parallel(
         return placements
     work = _Splitting(axis, recorder, {id(p): n for n, p in reversed(named)}, sequence)
     for name, child in list(module.named_modules()):
-        split = _find(plan.splits, name)
+        split = matched(plan.splits, name)
         if split is not None:
             work.split(child, name, split)
-        for patch in _find(plan.patches, name) or ():
+        for patch in matched(plan.patches, name) or ():
             _patch(child, patch, axis.size)
-        for cut in _find(plan.inputs, name) or ():
+        for cut in matched(plan.inputs, name) or ():
             _slice_input(child, cut, axis)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in work.placements:
@@ -112,12 +112,6 @@ def copies_needed(plan: TensorPlan | None, degree: int) -> set[int]:
         for s in plan.segments()
         if s.copies and s.units < degree and degree % s.units == 0
     }
-
-
-def _find(patterns: Mapping[str, Any], name: str) -> Any:
-    if name in patterns:
-        return patterns[name]
-    return next((value for pattern, value in patterns.items() if matches(pattern, name)), None)
 
 
 class _Splitting:
