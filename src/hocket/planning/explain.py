@@ -20,6 +20,7 @@ from hocket.planning.problem import Problem
 from hocket.planning.search import SearchResult, search_layouts
 from hocket.spec import recompute
 from hocket.spec.capabilities import TABLE
+from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
@@ -224,33 +225,39 @@ def about_links(name: str, text: str, *, matters: bool) -> str:
     return f"{said} here: {text[0].lower()}{text[1:]}"
 
 
+def with_node(cluster: Cluster, **changes: Any) -> Cluster:
+    """A cluster of nodes with some properties changed."""
+    return dataclasses.replace(cluster, node=dataclasses.replace(cluster.node, **changes))
+
+
+def other_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """One of `LINKS`, where a node has several GPUs, and the cluster with these links."""
+    node, name = cluster.node, WITH
+    changes: dict[str, Any] = {"kind": "nvswitch", "bandwidth": NVLINK, "generation": 4}
+    if node.link.kind.startswith("nv"):
+        name, changes = WITHOUT, {"kind": "pcie", "bandwidth": node.pcie, "generation": 0}
+    if node.num_gpus > 1:
+        link = dataclasses.replace(node.link, domain=node.num_gpus, **changes)
+        yield name, with_node(cluster, link=link)
+
+
+def other_memory(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """The cluster of GPUs with less memory, and with more."""
+    gpu = cluster.node.gpu
+    for name, factor in (("half the memory", 0.5), ("twice the memory", 2.0)):
+        memory, usable = round(gpu.memory * factor), round(gpu.usable * factor)
+        card = dataclasses.replace(gpu, memory=memory, usable=usable)
+        yield name, with_node(cluster, gpu=card)
+
+
 def _counterfactuals(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """The problem on machines with one property changed, and with another batch."""
-    cluster, node = problem.cluster, problem.cluster.node
-    link, gpu = node.link, node.gpu
-
-    def on(**changes: Any) -> Problem:
-        new = dataclasses.replace(cluster, node=dataclasses.replace(node, **changes))
-        return dataclasses.replace(problem, cluster=new)
-
-    if node.num_gpus > 1 and link.kind.startswith("nv"):
-        pcie = dataclasses.replace(
-            link, kind="pcie", bandwidth=node.pcie, domain=node.num_gpus, generation=0
-        )
-        yield WITHOUT, on(link=pcie)
-    elif node.num_gpus > 1:
-        nvlink = dataclasses.replace(
-            link, kind="nvswitch", bandwidth=NVLINK, domain=node.num_gpus, generation=4
-        )
-        yield WITH, on(link=nvlink)
+    cluster, machines = problem.cluster, [*other_links(problem.cluster)]
     if cluster.num_nodes > 1:
-        yield "half the network", on(network=node.network / 2)
-        yield "twice the network", on(network=node.network * 2)
-    for name, factor in (("half the memory", 0.5), ("twice the memory", 2.0)):
-        card = dataclasses.replace(
-            gpu, memory=round(gpu.memory * factor), usable=round(gpu.usable * factor)
-        )
-        yield name, on(gpu=card)
+        for name, factor in (("half the network", 0.5), ("twice the network", 2.0)):
+            machines.append((name, with_node(cluster, network=cluster.node.network * factor)))
+    for name, changed in (*machines, *other_memory(cluster)):
+        yield name, dataclasses.replace(problem, cluster=changed)
     yield (
         f"a global batch of {2 * problem.global_batch}",
         dataclasses.replace(problem, global_batch=2 * problem.global_batch),

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hocket.planning.explain import LINKS, NVLINK, WITH, WITHOUT, about_links
+from hocket.planning.explain import LINKS, about_links, other_links, other_memory
 from hocket.planning.layouts import tensor_degrees
 from hocket.planning.service.forecast import ServiceForecast, misses, value_range
 from hocket.planning.service.plan import KindAnswer
@@ -248,31 +248,13 @@ def _changes(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int
 
 def _counterfactuals(problem: ServiceProblem) -> Iterator[tuple[str, ServiceProblem]]:
     """The problem on machines with one property changed, and under other loads."""
-    service, cluster = problem.service, problem.cluster
-    node, gpu = cluster.node, problem.gpu
-
-    def on(**changes: Any) -> ServiceProblem:
-        new = dataclasses.replace(cluster, node=dataclasses.replace(node, **changes))
-        return dataclasses.replace(problem, cluster=new, bounded=False)
+    service = problem.service
 
     def under(**changes: Any) -> ServiceProblem:
         return problem.under(dataclasses.replace(service, **changes), bounded=False)
 
-    if node.num_gpus > 1 and node.link.kind.startswith("nv"):
-        pcie = dataclasses.replace(
-            node.link, kind="pcie", bandwidth=node.pcie, domain=node.num_gpus, generation=0
-        )
-        yield WITHOUT, on(link=pcie)
-    elif node.num_gpus > 1:
-        nvlink = dataclasses.replace(
-            node.link, kind="nvswitch", bandwidth=NVLINK, domain=node.num_gpus, generation=4
-        )
-        yield WITH, on(link=nvlink)
-    for factor, name in ((0.5, "half the memory"), (2.0, "twice the memory")):
-        card = dataclasses.replace(
-            gpu, memory=round(gpu.memory * factor), usable=round(gpu.usable * factor)
-        )
-        yield name, on(gpu=card)
+    for name, cluster in (*other_links(problem.cluster), *other_memory(problem.cluster)):
+        yield name, dataclasses.replace(problem, cluster=cluster, bounded=False)
     if problem.precision in ("bf16", "fp16"):
         yield (
             "weights and cache in fp8",
