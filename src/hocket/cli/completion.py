@@ -57,10 +57,6 @@ def every_verb() -> dict[str, dict[str, Flag]]:
     return found
 
 
-def _takes_file(flag: Flag) -> bool:
-    return flag.metavar.rstrip(".") in ("FILE", "DIR", "PATH", "RUN")
-
-
 def bash(verbs: Verbs) -> str:
     """For bash: `complete -F`."""
     flags, values = [], []
@@ -112,7 +108,7 @@ def zsh(verbs: Verbs) -> str:
             value = "" if flag.switch else ":value:"
             if flag.choices:
                 value += f"({' '.join(flag.choices)})"
-            elif _takes_file(flag):
+            elif flag.metavar.rstrip(".") in ("FILE", "DIR", "PATH", "RUN"):
                 value += "_files"
             lines.append(f"      '{spelled(flag.name)}[{_quoted(flag.text)}]{value}' \\")
         cases.append("\n".join(lines) + "\n      '--help[print help]' ;;")

@@ -11,12 +11,11 @@ WHOLE = "hocket_request_seconds"
 _JOB = '{job=~"$job"}'
 
 
-def _quantile(metric: str, quantile: float) -> str:
-    return f"histogram_quantile({quantile}, sum by (le) (rate({metric}_bucket{_JOB}[5m])))"
-
-
 def _quantiles(metric: str) -> list[tuple[str, str]]:
-    return [(_quantile(metric, q), f"p{100 * q:g}") for q in (0.5, 0.9, 0.99)]
+    return [
+        (f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket{_JOB}[5m])))", f"p{100 * q:g}")
+        for q in (0.5, 0.9, 0.99)
+    ]
 
 
 def _rate(metric: str) -> str:

@@ -242,7 +242,11 @@ def free_name(path: Path) -> Path:
 def trained_config(source: ModelSource, vocab_size: int, eos_id: int | None) -> dict[str, Any]:
     """The configuration that a run trains: of a model of the catalogue with random weights it has
     as many embedding rows as the tokenizer has ids."""
-    if source.directory is None and source.weights is None and not _is_file(source.name):
+    if (
+        source.directory is None
+        and source.weights is None
+        and not Path(source.name).expanduser().exists()
+    ):
         return with_vocabulary(source.config, vocab_size, eos_id)
     return source.config
 
@@ -310,10 +314,6 @@ def data(
         progress=progress,
     )
     return words, tokens, config
-
-
-def _is_file(name: str) -> bool:
-    return Path(name).expanduser().exists()
 
 
 def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) -> dict[str, Any]:

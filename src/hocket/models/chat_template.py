@@ -319,7 +319,7 @@ def written_templates(
     }
     if file is not None:
         try:
-            return {"default": _normal(file.read_text(encoding="utf-8"))}, words
+            return {"default": file.read_text(encoding="utf-8").replace("\r\n", "\n")}, words
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"--chat-template-file {file} cannot be read: {error}") from None
     texts: dict[str, str] = {}
@@ -360,10 +360,6 @@ def _continued(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
         if at >= 0:
             return text[: at + len(found)]
     raise TemplateRefusal("the last message has no content that could be continued")
-
-
-def _normal(text: str) -> str:
-    return text.replace("\r\n", "\n")
 
 
 def _content(value: Any) -> str | None:

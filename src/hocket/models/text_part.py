@@ -63,7 +63,11 @@ def text_config(outer: Mapping[str, Any], tensors: Iterable[str] = ()) -> dict[s
         found = {**_plain(registry.defaults(kind).values), **found}
         for name in _ROTARY:
             if isinstance(found.get(name), Mapping):
-                found[name] = _one_part(found[name])
+                found[name] = {
+                    key: "default" if value == "mrope" else value
+                    for key, value in found[name].items()
+                    if key not in _POSITIONS
+                }
     for name in ("architectures", "vision_config", "auto_map"):
         found.pop(name, None)
     tied = outer.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
@@ -129,12 +133,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Class defaults that are values of a configuration."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in values.items() if isinstance(v, kinds) and k != "model_type"}
-
-
-def _one_part(rotary: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters without the parts of a position."""
-    return {
-        key: "default" if value == "mrope" else value
-        for key, value in rotary.items()
-        if key not in _POSITIONS
-    }

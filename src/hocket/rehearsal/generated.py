@@ -115,7 +115,7 @@ def generating(
     from torch.utils import _triton
 
     found = GeneratedKernels(device.capability)
-    properties, arch = properties_of(device), _arch(device.capability)
+    properties, arch = properties_of(device), 10 * device.capability[0] + device.capability[1]
     cuda: Any = torch._dynamo.device_interface.CudaInterface
 
     def compiled(tuner: Any, *args: Any, **kwargs: Any) -> None:
@@ -180,10 +180,6 @@ def generating(
             cast(Callable[[], None], forget)()
             stack.callback(forget)
         yield found
-
-
-def _arch(capability: tuple[int, int]) -> int:
-    return 10 * capability[0] + capability[1]
 
 
 def _driver(arch: int) -> Any:

@@ -32,7 +32,7 @@ class PinnedPool:
     """
 
     def __init__(self, limit: int | None = None, *, pin: bool = True) -> None:
-        self.limit = _share_of_host() if limit is None else limit
+        self.limit = int(host_memory() * PINNED_SHARE / ranks_here()) if limit is None else limit
         self.pin = pin
         self.bytes = 0
         self._free: dict[int, list[Tensor]] = {}
@@ -61,7 +61,3 @@ def _rounded_bytes(nbytes: int) -> int:
     """The size of the buffer for some bytes."""
     step = max(512, 1 << max(0, nbytes.bit_length() - STEPS.bit_length()))
     return -(-nbytes // step) * step
-
-
-def _share_of_host() -> int:
-    return int(host_memory() * PINNED_SHARE / ranks_here())

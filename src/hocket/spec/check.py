@@ -275,7 +275,7 @@ def merged_report(
                     gradient_limit=gradient_limit(largest.get(name, 0.0), model_largest),
                     value=value,
                     value_limit=allowed,
-                    start=_worst(ranks[r]["start"][n] for r, n in parts),
+                    start=max((ranks[r]["start"][n] for r, n in parts), key=_or_inf, default=0.0),
                     ranks=len({r for r, _ in parts}),
                     covered=covered[name],
                     worst_rank=worst_rank,
@@ -305,7 +305,3 @@ def _blocks(ranks: Sequence[Mapping[str, Any]], parts: list[tuple[int, str]]) ->
 
 def _or_inf(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def _worst(values: Iterable[float]) -> float:
-    return max(values, key=_or_inf, default=0.0)

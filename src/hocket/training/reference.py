@@ -59,7 +59,7 @@ def global_batch(spec: RunSpec, step: int) -> dict[str, Tensor]:
     """
     rows, length = spec.workload.global_batch, spec.workload.seq_len
     generator = torch.Generator().manual_seed(1000 * spec.options.seed + step)
-    vocab_size = int(_vocab_size(spec))
+    vocab_size = int(dimensions(spec.config).vocab_size)
     tokens = torch.randint(vocab_size, (rows, length), generator=generator)
     labels = tokens.clone()
     share = _IGNORED + 0.5 * torch.arange(rows).unsqueeze(1) / rows
@@ -86,11 +86,6 @@ def _row_documents(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
         for first, last in itertools.pairwise(starts):
             yield {key: value[row : row + 1, first:last] for key, value in batch.items()}
-
-
-def _vocab_size(spec: RunSpec) -> int:
-
-    return dimensions(spec.config).vocab_size
 
 
 def rank_microbatches(spec: RunSpec, batch: Mapping[str, Tensor], data_rank: int) -> list[Any]:

@@ -98,7 +98,9 @@ class Fields(BaseModel):
             found = cls.model_validate(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = [str(part)[:80] for part in first["loc"] if part in body or _is_place(part)]
+            where = [
+                str(part)[:80] for part in first["loc"] if part in body or isinstance(part, int)
+            ]
             name = ".".join(where) or "body"
             raise bad(f"{name}: {first['msg']}", param=name) from None
         tell_unknown(found.model_extra or {}, cls.known)
@@ -257,10 +259,6 @@ class TokenizeFields(BaseModel):
 
 
 # --- the rest ------------------------------------------------------------------------------------
-
-
-def _is_place(part: Any) -> bool:
-    return isinstance(part, int)
 
 
 def tell_unknown(extra: dict[str, Any], known: frozenset[str]) -> None:
