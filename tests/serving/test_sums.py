@@ -45,10 +45,10 @@ def test_sums_of_different_sizes_are_reported(ranks: RankPool) -> None:
 
 
 def test_a_late_rank_is_named(ranks: RankPool) -> None:
-    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=4.0)  # short: it expires
+    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=2.5)  # short: it expires
     for text, seconds in (first, third):
         assert "did not come: rank 1" in text
-        assert seconds >= 4.0
+        assert 2.5 <= seconds < 5.5
 
 
 def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_dead_rank_is_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) 
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 .* was killed by SIGKILL"):
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
-    assert time.monotonic() - begin < 50.0  # as they notice it, and not as their time is over
+    assert time.monotonic() - begin < 10.0  # as they notice it, and not as their time is over
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
     errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
     assert sorted(errors) == [0, 1]

@@ -318,18 +318,20 @@ def mismatch(context: RankContext, how: str) -> str:
     return "nothing"
 
 
-def late(context: RankContext) -> str:
+def late(context: RankContext) -> list[Any]:
     """Rank 1 does not come to the second collective before the others have given up."""
     dist.all_reduce(torch.ones(4))
     if context.rank == 1:
         others_gave_up(context)
-        return ""
+        return []
+    begin = time.monotonic()
     try:
         dist.all_reduce(torch.ones(4))
     except PeerTimeout as error:
+        waited = time.monotonic() - begin
         context.store().set(f"gave up {context.rank}", "")
-        return str(error)
-    return "nothing"
+        return [str(error), waited]
+    return ["nothing", 0.0]
 
 
 def others_gave_up(context: RankContext) -> None:

@@ -77,10 +77,11 @@ def test_ranks_that_call_different_things_are_reported(
 
 
 def test_a_late_rank_is_named(ranks: RankPool) -> None:
-    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=4.0)  # short: it expires
-    for text in (first, third):
+    first, _, third = ranks.run(CASES + "late", 3, backend="shm", timeout=2.5)  # short: it expires
+    for text, seconds in (first, third):
         assert "did not come: rank 1" in text
         assert "all-reduce" in text
+        assert seconds < 6.0
 
 
 @pytest.mark.parametrize("how", ["collective", "receive"])
@@ -94,7 +95,7 @@ def test_a_dead_rank_is_named_to_its_peers_and_to_the_parent(
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 .* was killed by SIGKILL"):
         ranks.launcher.run("tests.ranks:call", 3, payload, on_event=events.append)
-    assert time.monotonic() - begin < 50.0  # as they notice it, and not as their time is over
+    assert time.monotonic() - begin < 10.0  # as they notice it, and not as their time is over
     (pid,) = [e["pid"] for e in events if e["event"] == "dying"]
     errors = {e["rank"]: e["text"] for e in events if e["event"] == "noticed"}
     assert sorted(errors) == [0, 1]
