@@ -54,6 +54,13 @@ def test_nothing_is_unpickled() -> None:
     assert not found
 
 
+def test_one_module_counts_cores() -> None:
+    """A container's quota counts wherever cores are counted."""
+    counts = re.compile(r"os\.cpu_count|len\(os\.sched_getaffinity|process_cpu_count")
+    counting = [file for file in SOURCE.rglob("*.py") if counts.search(file.read_text())]
+    assert counting == [SOURCE / "runtime" / "host_cores.py"]
+
+
 def test_ci_runs_check_and_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-import hocket
 from hocket.runtime import host_cores
-
-COUNTS = re.compile(r"os\.cpu_count|len\(os\.sched_getaffinity|process_cpu_count")
 
 
 @pytest.mark.parametrize(
@@ -34,13 +30,3 @@ def test_a_quota_bounds_the_cores(
     assert host_cores.usable_cores(tmp_path, range(cpus)) == cores
     monkeypatch.setattr(host_cores.os, "cpu_count", lambda: cpus)
     assert host_cores.machine_cores(tmp_path) == cores
-
-
-def test_no_module_counts_cores_by_itself() -> None:
-    source = Path(hocket.__file__).parent
-    counting = {
-        str(file.relative_to(source))
-        for file in source.rglob("*.py")
-        if COUNTS.search(file.read_text())
-    }
-    assert counting == {"runtime/host_cores.py"}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import time
 import zlib
@@ -28,7 +27,7 @@ from hocket.spec.user_cache import cache_folder
 
 METADATA = "hocket_base"
 """The key of an adapter file's own metadata that holds the fingerprint of its base."""
-_MOST_THREADS = 16
+_THREADS = 8
 _SETTLED = 2_000_000_000
 """Nanoseconds that a file must be old for its checksums to be kept: a change within the clock tick
 of its times leaves them as they are."""
@@ -68,7 +67,7 @@ def _read(directory: Path, tensors: list[tuple[str, TensorFile]]) -> dict[Path, 
     done = 0
     with (
         downloads.following(f"{directory}: checksums", brief=True) as follow,
-        ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(_THREADS) as pool,
     ):
         sums = pool.map(lambda one: one[1].crc32(one[0]), tensors)
         for name, file in tensors:
