@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hocket.catalogue import models as catalogue
 from hocket.cli.main import main
 from hocket.spec.run import RunFolder
 
@@ -450,8 +451,41 @@ def test_a_run_that_is_not_there_names_those_that_are(
 
 
 def test_lora_of_a_configuration_names_the_weights(refused: Run, text: str) -> None:
-    said = refused("train", "llama-3-8b", "--data", text, "--lora-rank", "4")
-    assert "hocket train meta-llama/Meta-Llama-3-8B" in said
+    said = refused("train", "gpt2", "--data", text, "--lora-rank", "4")
+    assert "hocket train openai-community/gpt2" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (("train", "--layout", "dp1"), "plan FOLDER --cluster 4x8xH100 --seq-len 256"),
+        (("train", "--data", "text.txt", "--lora-rank", "8"), "plan FOLDER --cluster 4x8xH100"),
+        (("train", "--memory-per-rank", "9TB"), "plan FOLDER --cluster 4x8xH100"),
+        (("check", "--layout", "tp2"), "check --matrix --types llama --layouts tp2"),
+        (
+            ("check", "--serve", "--layout", "tp2"),
+            "check --serve --matrix --types llama --layouts tp2",
+        ),
+        (("compare",), "plan FOLDER --cluster 4x8xH100 --seq-len 128"),
+        (("generate", "--prompt", "x"), "plan FOLDER --serve --cluster H100"),
+        (("serve", "--layout", "tp2"), "plan FOLDER --serve --cluster H100"),
+    ],
+)
+def test_a_model_far_too_large_is_rejected_by_its_configuration(
+    refused: Run, text: str, tmp_path: Path, command: tuple[str, ...], hint: str
+) -> None:
+    """`check`, `compare` and `generate` once took all memory; `train` read the data first, and with
+    LoRA all of the weights."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(catalogue.config("llama-3-70b")))
+    verb, *rest = command
+    said = refused(verb, str(folder), *rest)
+    assert "is too large for this machine: " in said
+    assert "of memory is free" in said
+    assert f"hint: hocket {hint.replace('FOLDER', str(folder))}" in said
+    if verb == "serve":  # rehearsed on GPUs of any memory, so its weights are what it lacks
+        assert "has no weights" in refused(verb, str(folder), *rest, "--dry-run")
 
 
 @pytest.mark.parametrize(

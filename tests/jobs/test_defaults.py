@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hocket.catalogue import shapes
 from hocket.cli.main import main
 from hocket.jobs import defaults, dry_run, precision, prepare
 from hocket.jobs.record import JobRecorder
@@ -55,6 +56,14 @@ def test_rates_follow_the_task() -> None:
     assert rates(True, **given) == given
     assert rates(False, lr=2e-5)["min_lr"] == pytest.approx(2e-6)
     assert rates(True, lr_schedule="constant")["min_lr"] == 5e-5
+
+
+def test_parameters_are_about_those_of_the_model() -> None:
+    """Experts narrower than the dense layers once counted as if they were as wide: nine times the
+    parameters of DeepSeek-V3, and a learning rate for such a model."""
+    for name in shapes.shape_names():
+        about = defaults.parameters(resolve_model(name).dimensions)
+        assert 0.9 < about / shapes.shape(name).num_parameters < 1.4, name
 
 
 def test_linear_and_constant_decay() -> None:

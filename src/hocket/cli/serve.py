@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         from hocket.jobs.serving.rehearse import replica_of
         from hocket.jobs.serving.start import require_startable
 
-        server = request.server({"model": flags.model, **said})
+        server = request.server({"model": flags.model, **said}, any_size=True)
         require_startable(server)
         return print_serving(
             replica_of(server), gpu="H100", as_json=flags.json, as_event=flags.json

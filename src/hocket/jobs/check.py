@@ -6,8 +6,9 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.memory import reject_too_large
 from hocket.jobs.precision import device_kind
 from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
@@ -16,8 +17,28 @@ from hocket.spec.capabilities import CHECKED
 from hocket.spec.check import CheckReport
 from hocket.spec.errors import OptionError
 from hocket.spec.expert_dispatch import DEEPEP
+from hocket.spec.layout import Layout
+from hocket.spec.precision import QUANTIZED_BASES
+from hocket.spec.run import TrainOptions
+
+if TYPE_CHECKING:
+    from hocket.models.source import ModelSource
 
 Event = dict[str, Any]
+
+
+def reject_unchecked(
+    source: ModelSource, layout: Layout, dtype: str, options: TrainOptions, *, served: bool = False
+) -> None:
+    """Reject a model of which this machine cannot hold the one process that a layout, or a server
+    (`served`), is compared with. Raises LayoutError, with the check of a tiny model of its type."""
+    each, what = 16.0, "weights, gradients and optimizer state"
+    if served or options.lora_rank is not None:
+        base = None if served else options.quantize_base
+        each, what = 4.0 if base is None else QUANTIZED_BASES[base], "the weights"
+    kind, serve = source.config.get("model_type"), "--serve " * served
+    fix = f"hocket check {serve}--matrix --types {kind} --layouts {layout.axes_text()}"
+    reject_too_large(source, each * (2 if dtype == "fp64" else 1), what, fix, options)
 
 
 def check_layout(
@@ -60,8 +81,11 @@ def check_layout(
     options = dataclasses.replace(request.options, dropout=0.0, grad_dtype=dtype)
     request = dataclasses.replace(request, data=(), options=options)
     options = request.options
-    source = resolve_model(request.model, trust_remote_code=options.trust_remote_code)
+    trusted = options.trust_remote_code
+    source = resolve_model(request.model, trust_remote_code=trusted, weights=False)
     layout = validate_layout(source.dimensions, request.layout, request.workload)
+    reject_unchecked(source, layout, dtype, options)
+    source = resolve_model(source.repo or request.model, trust_remote_code=trusted)
     assert layout.microbatches is not None
     schedule = build_schedule(layout, layout.microbatches)
     spec = job_spec(source, request, layout, source.config, "check")

@@ -234,7 +234,10 @@ class Bench:
         options = dataclasses.replace(request.options, dropout=0.0)
         self.request = dataclasses.replace(request, data=(), options=options)
         self.asked = asked
-        self.source = resolve_model(request.model, trust_remote_code=options.trust_remote_code)
+        trusted = options.trust_remote_code
+        source = resolve_model(request.model, trust_remote_code=trusted, weights=False)
+        memory.reject_untrainable(source, request.workload, options)
+        self.source = resolve_model(source.repo or request.model, trust_remote_code=trusted)
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
         self.say: Callable[[str], None] = on_strategy or (lambda text: None)
         self._reference: str | None = None

@@ -150,7 +150,8 @@ def parameters(sizes: Dimensions) -> float:
     the embedding."""
     width, attention = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     layer = 2 * width * (attention + sizes.num_key_value_heads * sizes.head_dim)
-    layer += 3 * width * sizes.intermediate_size * max(1, sizes.num_experts)
+    expert = sizes.num_experts * (sizes.expert_size or sizes.intermediate_size)
+    layer += 3 * width * (expert or sizes.intermediate_size)
     return sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
 
 

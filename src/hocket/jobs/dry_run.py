@@ -120,7 +120,7 @@ def _dry_run(request: JobRequest, record: JobRecorder, workers: RehearsalWorkers
     data, sequence, config = "", None, None
     gpu = rehearsal_fit.gpu_here() or GPU
     if request.data:
-        job = prepare.prepare_job(request)
+        job = prepare.prepare_job(request, any_size=True)
         job, data, sequence, config = _first_sequence(job, record)
         request, source = job.request, job.source
     else:

@@ -3,13 +3,15 @@
 One process of the warm server executes a step of each rank on tensors without memory and counts.
 Where that is more than is allowed, it does so for more microbatches and for other layouts, from few
 ranks to many, until some fit. CPU ranks without a limit of their own share the machine's memory: a
-job that by its sizes may come near it is predicted, every other starts at once.
+job that by its sizes may come near it is predicted, every other starts at once. A model that is far
+too large is rejected by its configuration alone, before a process starts or weights are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +22,76 @@ from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.files import write_text
 from hocket.spec.layout import Layout, divisors
-from hocket.spec.precision import QUANTIZED_BASES
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions
-from hocket.spec.units import format_bytes, parse_bytes
+from hocket.spec.precision import QUANTIZED_BASES, state_bytes
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
+from hocket.spec.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
+    from hocket.models.source import ModelSource
 
 SURE = 0.25
 """Share of the machine's free memory below which a job's sizes leave no doubt that it fits."""
 
+CERTAIN = 0.5
+"""Share of the bytes that a configuration lets expect that a model has for certain: layers without
+experts, or feed-forward blocks without a gate, are counted as if they had them."""
+
+NODE = 0.8 * 8 * 80e9
+"""Bytes of a node of eight GPUs that a training state may fill, of a cluster to plan on."""
+
 PROPOSED = 3
 """Layouts that fit the GPUs, at most, among those that are named."""
+
+
+def reject_too_large(
+    source: ModelSource, each: float, what: str, fix: str, options: TrainOptions
+) -> None:
+    """Reject, by its configuration alone, a model that CPU ranks of this machine cannot hold.
+
+    Args:
+        each: bytes of a parameter that all ranks together hold at least. what: names them.
+        fix: the hint.
+
+    Raises:
+        LayoutError: half of what is expected is more than the memory that is free.
+    """
+    from hocket.runtime.host_memory import free_host_memory
+
+    if on_cuda(options):
+        return
+    count, here = defaults.parameters(source.dimensions), free_host_memory()
+    if count * each * CERTAIN > here:
+        raise LayoutError(
+            f"{source.name} is too large for this machine: {what} of about {format_count(count)} "
+            f"parameters take {_gb(count * each)} ({each:.3g} bytes each), and {_gb(here)} of "
+            "memory is free",
+            hint=fix,
+        )
+
+
+def reject_untrainable(source: ModelSource, workload: Workload, options: TrainOptions) -> None:
+    """`reject_too_large` for training. Raises LayoutError."""
+    state = state_bytes(workload.dtype, options.grad_dtype, options.optimizer)
+    each, what = state.total, "weights, gradients and optimizer state"
+    if options.lora_rank is not None:
+        base = options.quantize_base
+        each, what = (
+            float(state.weight) if base is None else QUANTIZED_BASES[base],
+            "frozen weights",
+        )
+    reject_too_large(source, each, what, planned(source, workload), options)
+
+
+def planned(source: ModelSource, workload: Workload) -> str:
+    """The command that plans this training on as many GPUs as hold its state."""
+    need = state_bytes("bf16").total * defaults.parameters(source.dimensions)
+    nodes = 1 << max(0, math.ceil(math.log2(need / NODE)))
+    cluster = "8xH100" if nodes == 1 else f"{nodes}x8xH100"
+    return (
+        f"hocket plan {source.name} --cluster {cluster} --seq-len {workload.seq_len} "
+        f"--global-batch {workload.global_batch}"
+    )
 
 
 def memory_limit(options: TrainOptions) -> int | None:
@@ -222,6 +282,8 @@ def accumulated(spec: RunSpec, capacity: int) -> Layout:
 
 def _over_limit(fit: Fit, spec: RunSpec) -> LayoutError:
     """A job that holds more than it may, with the layouts that fit."""
+    from hocket.models.source import run_source
+
     may, ranks, need = fit.may, fit.ranks, fit.need
     name = _named(spec.layout, spec)
     if may.together:
@@ -235,6 +297,8 @@ def _over_limit(fit: Fit, spec: RunSpec) -> LayoutError:
 
             has += f", what is free on its GPU less {HEADROOM:.0%}"
     each = "in all" if may.together else "each"
+    plan = planned(run_source(spec), spec.workload)
+    limited = spec.options.memory_per_rank is not None
     if fit.fitting:
         listed = [(_named(layout, spec), size) for layout, size in fit.fitting]
         found = ", ".join(f"{layout} with {_gb(size)} {each}" for layout, size in listed)
@@ -244,19 +308,20 @@ def _over_limit(fit: Fit, spec: RunSpec) -> LayoutError:
         return LayoutError(
             f"{has}, and no layout that was tried fits: {_named(least[0], spec)} comes nearest "
             f"with {_gb(least[1])}",
-            hint="a smaller --global-batch or --seq-len, or more memory",
+            hint=f"--layout {_named(least[0], spec)} {_limit(least[1])}" if limited else plan,
         )
     standing = sum(row["total"] - row["activations"] for row in ranks) // spec.layout.dp
     room = "this machine" if may.together else f"{MOST_RANKS} ranks of {_gb(may.bytes)}"
-    limited = spec.options.memory_per_rank is not None
     return LayoutError(
         f"{has}; parameters, gradients and optimizer state alone are {_gb(standing)}, more than "
         f"{room} {'can hold' if may.together else 'hold'}",
-        hint=f"--memory-per-rank {_gb(need).replace(' ', '')}"
-        if limited
-        else f"hocket plan {spec.model} --cluster 8xH100 --seq-len {spec.workload.seq_len} "
-        f"--global-batch {spec.workload.global_batch}",
+        hint=_limit(need) if limited else plan,
     )
+
+
+def _limit(need: int) -> str:
+    """The flag of a limit of at least `need` bytes."""
+    return f"--memory-per-rank {-(-need // 10**6)}MB"
 
 
 def predicted_and_counted(

@@ -55,11 +55,14 @@ class PreparedJob:
     schedule: Schedule
 
 
-def prepare_job(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
+def prepare_job(
+    request: JobRequest, *, world_size: int | None = None, any_size: bool = False
+) -> PreparedJob:
     """Check a request as far as that goes without reading through its data.
 
     Args:
         world_size: ranks that a launcher has started, None where hocket starts its own.
+        any_size: a model that this machine cannot hold passes.
 
     Raises:
         HocketError: the model is unknown, the layout or the schedule does not fit, the data is
@@ -82,6 +85,8 @@ def prepare_job(request: JobRequest, *, world_size: int | None = None) -> Prepar
         links.checked_links(request.options, layout, joined=world_size is not None)
     memory.reject_memory_limit(request.options)
     precision.reject_precision(request.workload, request.options, layout, schedule)
+    if world_size is None and not any_size:
+        memory.reject_untrainable(source, request.workload, request.options)
     if not request.data:
         raise DataError(
             "no data was named",

@@ -18,6 +18,7 @@ _NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "expert_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -44,6 +45,8 @@ class Dimensions:
         intermediate_size: units of one feed-forward block (of one expert, where there are some).
         max_positions: longest sequence the model has positions for, None if unbounded.
         num_experts: 0 for a dense model.
+        expert_size: units of one expert, of a family whose layers without experts have others; 0:
+            `intermediate_size`.
         tied: whether the output head shares the embedding's values.
         handed_width: earlier inputs that a convolution along the sequence reads, one less than its
             taps; 0: no layer has one.
@@ -60,6 +63,7 @@ class Dimensions:
     num_experts: int
     tied: bool
     handed_width: int = 0
+    expert_size: int = 0
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
@@ -110,7 +114,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
             f"{_NAMES['max_positions'][0]} is {positions} in the model's configuration; "
             "it must be at least 1"
         )
-    feed_forward = find("intermediate_size")
+    feed_forward, expert = find("intermediate_size"), find("expert_size")
     return Dimensions(
         hidden_size=hidden,
         num_layers=need("num_layers"),
@@ -123,6 +127,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         num_experts=find("num_experts") or _nested_experts(config),
         tied=bool(find("tied")),
         handed_width=_handed_width(config, find("taps")),
+        expert_size=expert if isinstance(expert, int) else 0,
     )
 
 

@@ -78,7 +78,7 @@ def chaos(
         text = folder / "text.txt"
         text.write_text(_text(seed))
         asked = _request(model, layout, text, folder / "whole", steps=STRETCH, backend="auto")
-        job = prepare.prepare_job(asked)
+        job = prepare.prepare_job(asked, any_size=True)
         parameters = defaults.parameters(job.source.dimensions)
         if parameters > MOST_PARAMETERS:
             raise ModelError(

@@ -102,6 +102,7 @@ def served_check(
         HocketError: the model cannot be served at this layout; RankFailure with a rank's own
             traceback.
     """
+    from hocket.jobs.check import reject_unchecked
     from hocket.jobs.precision import device_kind
     from hocket.jobs.proxy import require_equal
     from hocket.jobs.request import request
@@ -131,9 +132,12 @@ def served_check(
     if few is not None:
         options = emulated_on_cpu(few, options)
     device_kind(options)
-    source = resolve_model(wanted.model, trust_remote_code=options.trust_remote_code)
+    trusted = options.trust_remote_code
+    source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
     require_cached(cached, "fp32", source.config, cuda=options.device == "cuda")
     layout = serve_request.legal_server_layout(source, wanted.layout, "cpu")
+    reject_unchecked(source, layout, "fp32", options, served=True)
+    source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     check_copies(copies, layout, source.dimensions.num_experts)
 
     def say(name: str) -> None:

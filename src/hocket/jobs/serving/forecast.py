@@ -9,7 +9,7 @@ No prediction that fails keeps a server from starting: forecast.json then says w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import forecast, forecast_policy, gpu_run, links
@@ -83,10 +83,13 @@ def _require_room(server: PreparedServer, predicted: ServingForecast) -> None:
     block_size = options.block_size or BLOCK_SIZE
     blocks = left // (each * block_size)
     assert options.max_model_len is not None
-    hint = "--dtype bf16, fewer replicas, or a smaller --max-num-batched-tokens"
-    if blocks * block_size >= options.max_model_len:
+    if blocks > 0:
         size = f"--cache-memory {left // 10**6}MB" if left >= 10**6 else f"--cache-memory {left}B"
         hint = size if options.num_blocks is None else f"--num-blocks {blocks}"
+        if blocks * block_size < options.max_model_len:
+            hint += f" --max-model-len {blocks * block_size}"
+    else:
+        hint = _smaller(server, peak, predicted.capacity)
     raise OptionError(
         f"the peak rank needs {format_bytes(peak['total'])}: "
         f"{format_bytes(peak['weights'])} weights, {format_bytes(peak['step'])} for a step, "
@@ -94,6 +97,19 @@ def _require_room(server: PreparedServer, predicted: ServingForecast) -> None:
         f"may use {format_bytes(predicted.capacity)} of this machine",
         hint=hint,
     )
+
+
+def _smaller(server: PreparedServer, peak: Mapping[str, int], capacity: int) -> str:
+    """What makes room for the weights and a step of a rank that may use `capacity` bytes."""
+    weights, step, tokens = peak["weights"], peak["step"], server.options.max_num_batched_tokens
+    if server.request.workload.dtype == "fp32" and weights // 2 + step < capacity:
+        return "--dtype bf16"
+    ranks = server.replica.world_size
+    if weights + step < capacity * server.layout.world_size // ranks:
+        return f"--layout {server.replica.axes_text()}"
+    if tokens is not None and (fewer := tokens * (capacity - weights) // (2 * max(1, step))) > 0:
+        return f"--max-num-batched-tokens {fewer}"
+    return f"hocket plan {server.source.name} --serve --cluster H100"
 
 
 def bill(server: PreparedServer, predicted: ServingForecast) -> list[str]:

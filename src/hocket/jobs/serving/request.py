@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import defaults, precision
+from hocket.jobs import defaults, memory, precision
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving import context
 from hocket.jobs.serving.deployment import catalogue_entry
@@ -29,6 +29,7 @@ from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.expert_dispatch import check_copies
 from hocket.spec.layout import Layout
+from hocket.spec.precision import state_bytes
 from hocket.spec.run import RunSpec, Workload
 from hocket.spec.serving import BLOCK_SIZE, ServeOptions, replica_layout
 from hocket.spec.synonyms import unknown_option
@@ -123,10 +124,14 @@ class PreparedServer:
         return {"directory": directory, "ends": list(self.stop)}
 
 
-def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServer:
+def server(
+    values: Mapping[str, Any], *, emulated: bool = False, any_size: bool = False
+) -> PreparedServer:
     """Read options by name, as flags and keywords have them; a value of None is absent.
 
-    `emulated`: a CPU may multiply in 8 bits, in fp32: slow, for checks.
+    Args:
+        emulated: a CPU may multiply in 8 bits, in fp32: slow, for checks.
+        any_size: weights that this machine cannot hold pass.
 
     Raises:
         HocketError: the first thing that cannot be, with the numbers and what would do.
@@ -160,6 +165,8 @@ def server(values: Mapping[str, Any], *, emulated: bool = False) -> PreparedServ
     trusted = wanted.options.trust_remote_code
     source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
     layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
+    if not any_size and joined_world() is None and catalogue_entry(wanted.model) is None:
+        _require_size(source, wanted, options)
     source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
         entry = catalogue_entry(wanted.model)
@@ -250,6 +257,16 @@ def legal_server_layout(source: ModelSource, layout: Layout, device: str) -> Lay
                 hint=f"--layout tp{devices}" if devices > 1 else "--layout dp1",
             )
     return dataclasses.replace(found, microbatches=None)
+
+
+def _require_size(source: ModelSource, wanted: JobRequest, options: ServeOptions) -> None:
+    """Reject weights that CPU ranks of this machine cannot hold. Raises LayoutError."""
+    from hocket.runtime.host_memory import free_host_memory
+
+    each = 1.0 if options.quantization else state_bytes(wanted.workload.dtype).weight
+    halved = each == 4 and defaults.parameters(source.dimensions) * 2 < free_host_memory()
+    fix = "--dtype bf16" if halved else f"hocket plan {source.name} --serve --cluster H100"
+    memory.reject_too_large(source, each, "weights", fix, wanted.options)
 
 
 def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokenizer:
