@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -269,16 +271,25 @@ def test_an_unknown_key(refused: Run, tmp_path: Path) -> None:
     config.write_text('model = "tiny-llama"\nsteps = 3\nglobal_bach = 8\n')
     said = refused("train", "--config", str(config))
     assert "unknown option 'global_bach'" in said
-    assert "did you mean 'global_batch'?" in said
-    assert str(config) in said
+    assert repaired(said) == 'model = "tiny-llama"\nsteps = 3\nglobal_batch = 8\n'
+    config.write_text("[training]\nwarm-pu = 3\n")
+    assert repaired(refused("train", "--config", str(config))) == "[training]\nwarmup = 3\n"
+
+
+def repaired(said: str) -> str:
+    """A file of options after the command of a hint, without the hint's reason."""
+    (line,) = re.findall("hint: (sed .*)", said)
+    words = shlex.split(line)
+    os.spawnvp(os.P_WAIT, words[0], words)
+    return Path(words[-1]).read_text()
 
 
 def test_a_key_of_another_type(refused: Run, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('steps = "many"\n')
-    assert "steps is 'many'; a whole number is needed" in refused(
-        "train", "tiny-llama", "--config", str(config)
-    )
+    config.write_text('lr = 0.1\nsteps = "many"\n')
+    said = refused("train", "tiny-llama", "--config", str(config))
+    assert "steps is 'many'; a whole number is needed" in said
+    assert repaired(said) == "lr = 0.1\nsteps = 100\n"
 
 
 @pytest.mark.parametrize("body", ["steps = = 3", "[training.more]\nsteps = 3"])

@@ -455,7 +455,7 @@ def test_a_file_for_any_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     file.write_text("global_bach = 64\n")
     _, _, err = run(capsys, "plan", "m", "--config", str(file))
     assert "unknown option 'global_bach'" in err
-    assert "did you mean 'global_batch'?" in err
+    assert rf"hint: sed -i 's/\bglobal_bach\b/global_batch/' {file}" in err
 
 
 def test_set_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:

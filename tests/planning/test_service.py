@@ -10,6 +10,7 @@ import pytest
 
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
+from hocket.jobs.serving.plan import serve_plan
 from hocket.planning.service import models
 from hocket.planning.service.explain import explain_deployment, winner
 from hocket.planning.service.forecast import ServiceForecast, misses, nodes
@@ -158,6 +159,15 @@ def test_a_goal_below_the_floor_says_what_the_floor_is() -> None:
     assert f"at least {found.floor_tpot * 1e3:,.0f} ms" in found.reason
     slow = answer(SEVENTY.under(dataclasses.replace(SERVICE, ttft_ms=1.0)))
     assert slow.reason.startswith("TTFT of a request alone is at least")
+
+
+def test_a_goal_that_nothing_meets_has_one_that_something_does() -> None:
+    asked = {"cluster": "H100", "ttft_ms": 1.0}
+    with pytest.raises(LayoutError) as found:
+        serve_plan("llama-3-8b", **asked)
+    flag, goal = (found.value.hint or "").partition(";")[0].split()
+    assert flag == "--ttft-ms"
+    assert serve_plan("llama-3-8b", **{**asked, "ttft_ms": float(goal)})
 
 
 def test_one_layout_is_estimated_whatever_it_gives() -> None:

@@ -6,6 +6,8 @@ import csv
 import dataclasses
 import json
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -272,8 +274,20 @@ def test_a_row_that_lacks_something_says_what(change: dict[str, str], reason: st
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "bad.csv"
     bad.write_text("id,model\n1,gpt\n")
-    with pytest.raises(OptionError, match="has no column source, gpu"):
+    with pytest.raises(OptionError, match="has no column source, gpu") as found:
         read_training_table(bad)
+    command, then = (found.value.hint or "").splitlines()
+    assert subprocess.run(shlex.split(command)).returncode == 0
+    assert (
+        then.strip()
+        == "then a value of source, gpu, layers, hidden, heads, seq, global_batch in each row"
+    )
+    assert bad.read_text().splitlines()[0] == f"id,model,{then.strip()[16:-12].replace(', ', ',')}"
+    bad.write_text(bad.read_text().replace("hidden,heads", "hiden,headz"))
+    with pytest.raises(OptionError, match="has no column hidden, heads") as found:
+        read_training_table(bad)
+    assert subprocess.run(shlex.split(found.value.hint or "")).returncode == 0
+    assert read_training_table(bad)
     with pytest.raises(OptionError, match="there is no file"):
         read_training_table(tmp_path / "none.csv")
 

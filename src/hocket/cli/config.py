@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,13 @@ from hocket.cli.flags import explicit, parse_flags
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.options_file import toml
+from hocket.spec.run import TrainOptions, Workload
 from hocket.spec.synonyms import EXPLAINED, nearest_option
 
 OWN = ("train",)
 """Verbs that read the file themselves: a layout in it and flags are merged field by field."""
+
+_LIST = "hocket config show train > run.toml\n        then --config run.toml"
 
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
@@ -134,7 +138,7 @@ def _expanded_settings(
             near = nearest_option(name, names)
             raise OptionError(
                 f"{path}: unknown option {name!r} of hocket {verb}",
-                hint=f"did you mean {near!r}?" if near else _listed(verb),
+                hint=_renamed(path, name, near) if near else _listed(verb),
             )
         if name in written or (flag.positional and positional):
             continue
@@ -213,7 +217,34 @@ def read_config(path: str) -> dict[str, Any]:
         return typed_options(_options(path))
     except OptionError as error:
         where = "" if path in error.message else f"{path}: "
-        raise OptionError(f"{where}{error.message}", hint=error.hint) from None
+        raise OptionError(f"{where}{error.message}", hint=_mended(path, error)) from None
+
+
+def _mended(path: str, error: OptionError) -> str | None:
+    """The command that repairs a file: another name, or the default in place of a value that cannot
+    be; else the hint that there is."""
+    if unknown := re.match(r"unknown option '(\w+)'", error.message):
+        near = re.fullmatch(r"did you mean '(\w+)'\?", error.hint or "")
+        return _renamed(path, unknown[1], near[1]) if near else error.hint
+    named = re.match(r"(\w+) is .*", error.message)
+    if error.hint is not None or named is None:
+        return error.hint
+    default = getattr(TrainOptions(), named[1], getattr(Workload(), named[1], None))
+    line = rf"^( *{_written(path, named[1])} *[=:]).*"
+    edit = rf"s/{line}/\1 {json.dumps(default)}/" if default is not None else rf"/{line}/d"
+    return f"sed -Ei {shlex.quote(edit)} {shlex.quote(path)}\n        for the default"
+
+
+def _renamed(path: str, name: str, near: str) -> str:
+    """The command that gives an option of a file its right name."""
+    edit = rf"s/\b{_written(path, name)}\b/{near}/"
+    return f"sed -i {shlex.quote(edit)} {shlex.quote(path)}"
+
+
+def _written(path: str, name: str) -> str:
+    """A name as a file has it, with underscores or hyphens."""
+    dashed = name.replace("_", "-")
+    return dashed if dashed in Path(path).read_text(encoding="utf-8") else name
 
 
 def _options(path: str, verb: str = "train") -> dict[str, Any]:
@@ -239,7 +270,7 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
         suffix = "; YAML has the suffix .yaml" if isinstance(error, tomllib.TOMLDecodeError) else ""
         raise OptionError(
             f"{path} cannot be read as TOML: {error}{suffix}",
-            hint='options by name: lr = 1e-4, layout = "dp2"',
+            hint=f"hocket config show {verb}\n        prints such a file",
         ) from None
     found: dict[str, Any] = {}
     for name, value in data.items():
@@ -247,10 +278,14 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
             if not isinstance(key, str) or isinstance(item, dict):
                 raise OptionError(
                     f"{path}: {name}.{key} is a table in a table; tables only group options",
-                    hint=f"[{name}] with options by their flags' names",
+                    hint=f"sed -i 's/^ *\\[{name}[.].*/[{name}]/' {shlex.quote(path)}",
                 )
             if key.replace("-", "_") in found:
-                raise OptionError(f"{path} gives {key} twice", hint="give it once")
+                lines = [n for n, one in enumerate(text.splitlines(), 1) if key in one]
+                raise OptionError(
+                    f"{path} gives {key} twice",
+                    hint=f"sed -i {lines[-1]}d {shlex.quote(path)}\n        to keep the first",
+                )
             found[key.replace("-", "_")] = item
     return found
 
@@ -265,14 +300,14 @@ def _yaml(text: str, path: str) -> dict[str, Any]:
         where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
         raise OptionError(
             f"cannot be read as YAML: {getattr(error, 'problem', error)}{where}",
-            hint="options by name: lr: 1.0e-4",
+            hint=_LIST,
         ) from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise OptionError(
             f"{path} is a {type(data).__name__}; options are names with values",
-            hint="options by name: lr: 1.0e-4",
+            hint=_LIST,
         )
     return {name: _number(value) for name, value in data.items()}
 

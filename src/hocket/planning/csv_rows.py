@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import re
+import shlex
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import HocketError, OptionError, nearest
 
 Row = TypeVar("Row")
 Scores = TypeVar("Scores")
@@ -46,13 +48,33 @@ def read_csv(
             if missing:
                 raise OptionError(
                     f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}",
-                    hint=f"columns: {', '.join((*required, *optional))}",
+                    hint=_with_columns(path, names, missing, optional),
                 )
             return [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
     except UnicodeDecodeError:
         raise OptionError(f"{path} is not UTF-8 text", hint="save it as UTF-8") from None
     except csv.Error as error:
         raise OptionError(f"{path} is not a CSV file: {error}") from None
+
+
+def _with_columns(
+    path: Path, names: Sequence[str], missing: Sequence[str], optional: Sequence[str]
+) -> str:
+    """The command that names misspelt columns rightly and adds the others to the first line."""
+    free = [name for name in names if name and name not in optional]
+    edits, added = [], []
+    for name in missing:
+        near = nearest(name, free, cutoff=0.7)
+        if near is None:
+            added.append(name)
+        else:
+            free.remove(near)
+            edits.append(f"1s/\\b{re.escape(near)}\\b/{name}/")
+    if added:
+        edits.append(f"1s/\\r\\?$/,{','.join(added)}/")
+    hint = f"sed -i {shlex.quote('; '.join(edits))} {shlex.quote(str(path))}"
+    then = f"\n        then a value of {', '.join(added)} in each row" if added else ""
+    return f"{hint}{then}"
 
 
 class LeftOut(Exception):

@@ -424,10 +424,17 @@ def impossible(
     if hint is None and others:
         hint = f"--cluster {others[0]}"
         hint += f", or {', '.join(others[1:])}" if others[1:] else ""
-    elif hint is None and service.tpot_ms is not None and kind.floor_tpot is not None:
-        floor = math.ceil(kind.floor_tpot * 1e3)
-        if floor > service.tpot_ms:
-            hint = f"--tpot-ms {math.ceil(1.2 * floor)}; none of the GPUs compared is faster"
+    elif hint is None:
+        slower = [
+            f"{flag} {math.ceil(1.2e3 * floor)}"
+            for flag, goal, floor in (
+                ("--ttft-ms", service.ttft_ms, kind.floor_ttft),
+                ("--tpot-ms", service.tpot_ms, kind.floor_tpot),
+            )
+            if goal is not None and floor is not None and floor * 1e3 > goal
+        ]
+        if slower:
+            hint = f"{' '.join(slower)}; none of the GPUs compared is faster"
     enough_bits = [one for one in weights if one.best is not None]
     if enough_bits:
         least = enough_bits[0]
