@@ -81,6 +81,10 @@ def test_no_step_reads_the_device_and_all_end(
     assert report["eager"]["ends"] is report["lazy"]["ends"] is True
     assert len(report["launches_per_step"]) == len(report["peak_bytes"]) == len(found.stands_for)
     assert report["host_reads"] == 0
+    groups = report["process_groups"]  # as of a training job; once they were a number
+    assert groups["per_rank"] == len(groups["groups"]) > 0
+    assert layout[:2] in [name for row in groups["groups"] for name in row["axes"]]
+    assert groups["groups"][0]["operations"] > 0
     assert report["predicted_peak_bytes"] == pytest.approx(report["peak_bytes"], rel=0.05)
     for one in found.ranks.values():
         predicted = found.predicted[one["stage"]]

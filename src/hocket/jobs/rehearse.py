@@ -380,7 +380,7 @@ def _report(
             None if memory is None else memory[rank]["total"] for rank in stands_for
         ],
         host_reads=_host_reads(executed.values()),
-        process_groups=_process_groups(executed),
+        process_groups=group_rows(executed),
         collectives=_collectives(executed, stands_for, expected["collectives"]),
         launches_per_step={
             "kernels": [kernels[first] for first in stands_for.values()],
@@ -409,7 +409,7 @@ def _host_reads(executed: Iterable[RankRehearsal]) -> list[dict[str, Any]]:
     return [{**row, "ranks": sorted(row["ranks"])} for row in found.values()]
 
 
-def _process_groups(executed: Mapping[int, RankRehearsal]) -> dict[str, Any]:
+def group_rows(executed: Mapping[int, RankRehearsal]) -> dict[str, Any]:
     """Calls, groups in the world, and those of the executed rank that belongs to most."""
 
     def mine(found: RankRehearsal) -> list[dict[str, Any]]:

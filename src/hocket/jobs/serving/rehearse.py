@@ -45,7 +45,7 @@ class ServingReport:
         ranks: of each executed rank, by its number: `stage`, `steps`, `graphs`, `attention`,
             `memory`, and `largest`: tokens of the largest step, and host reads in its experts.
         stands_for: every rank to the executed one.
-        process_groups: communicators of a rank, at most. collectives: rows of a decode step.
+        process_groups: as of a training job. collectives: rows of a decode step.
         predicted: by stage, bytes of `weights`, the largest `step` and a cached `token`, as
             `hocket serve` predicts them; None where it cannot.
     """
@@ -56,7 +56,7 @@ class ServingReport:
     verdicts: dict[str, OrderVerdict]
     ranks: dict[int, dict[str, Any]]
     stands_for: dict[int, int]
-    process_groups: int
+    process_groups: dict[str, Any]
     collectives: list[dict[str, Any]]
     launches: dict[int, dict[str, int]]
     device_memory: int
@@ -236,7 +236,7 @@ def rehearse_replica(
     from hocket.jobs.rehearsal_reason import proxy_reason, require_pages
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearsal_workers import step_failed
-    from hocket.jobs.rehearse import device_of, traces_of
+    from hocket.jobs.rehearse import device_of, group_rows, traces_of
     from hocket.models.source import run_source
     from hocket.simulation.nccl import RULES, simulate_nccl
 
@@ -289,7 +289,7 @@ def rehearse_replica(
         verdicts={rule: simulate_nccl(traces, rule) for rule in RULES},
         ranks={rank: said[rank] for rank in wanted},
         stands_for=stands_for,
-        process_groups=max(len(found.families) for found in executed.values()),
+        process_groups=group_rows(executed),
         collectives=_collectives(
             executed[wanted[0]], *said[wanted[0]]["steps"][STEPS[-1]]["collectives"]
         ),
