@@ -539,6 +539,17 @@ def test_a_second_positional_argument(refused: Run, arguments: list[str], hint: 
     assert said.endswith(f"hint: hocket {arguments[0]} {hint}\n")
 
 
+@pytest.mark.parametrize("verb", ["train", "serve", "generate", "check", "compare"])
+def test_a_verb_without_a_model_shows_its_own_form(refused: Run, verb: str) -> None:
+    """`compare` once showed that of `train`."""
+    assert f"no model was named\n  hint: hocket {verb} " in refused(verb)
+
+
+def test_a_demo_that_cannot_be_leaves_no_run(refused: Run) -> None:
+    """A launcher was warmed up, and a folder made, before its layout was looked at."""
+    assert "hint: hocket demo --layout tp4" in refused("demo", "--layout", "tp3")
+
+
 def test_data_in_place_of_a_model(refused: Run, text: str) -> None:
     said = refused("train", text)
     assert f"{text} is a file; a model is" in said

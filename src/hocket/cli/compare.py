@@ -85,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.jobs.compare import compare_request, compare_strategies, compare_sweep
     from hocket.jobs.request import request
 
+    if not flags.model:
+        raise OptionError("no model was named", hint="hocket compare tiny-llama")
     job = request({name: getattr(flags, name) for name in _JOB})
     wanted = compare_request(
         devices=flags.devices,

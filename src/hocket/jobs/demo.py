@@ -19,6 +19,7 @@ from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.resume import unstarted_is_no_run
 from hocket.jobs.train import PRELOAD, launch_ranks, prepare_run
+from hocket.jobs.validate import validate_layout
 from hocket.spec.errors import DataError
 from hocket.spec.files import named
 from hocket.spec.run import RunFolder
@@ -96,7 +97,10 @@ def demo(
         width, color: of the terminal.
     """
     from hocket.launch import Launcher
+    from hocket.models.source import resolve_model
 
+    prepare.device_checked(wanted.options)
+    validate_layout(resolve_model(wanted.model).dimensions, wanted.layout, wanted.workload)
     folder = prepare.train_folder(dataclasses.replace(wanted, model="demo"))
     corpus = folder.path / "corpus.jsonl"
     record = JobRecorder(on_event)

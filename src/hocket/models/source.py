@@ -250,7 +250,8 @@ def _directory(
             return _adapted(name, path, trust_remote_code, weights)
         raise ModelError(
             f"{path} is not a Hugging Face directory: it has no config.json",
-            hint="a directory with config.json and safetensors weights, or a run folder",
+            hint=f"ls {shlex.quote(str(path))}\n        for the directory with config.json and "
+            "safetensors weights, or the run folder, in it",
         )
     config = _check(
         name,
