@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hocket.cost.communication import differences
+from tests.rotation import part
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -69,7 +70,7 @@ def differing(pair: list[Any]) -> list[dict[str, Any]]:
     return [row for row in rows if not row["equal"]]
 
 
-@pytest.mark.parametrize(("layout", "model", "world_size"), CASES)
+@pytest.mark.parametrize(("layout", "model", "world_size"), part(CASES, 3))
 def test_recorded_equals_theory(ranks: RankPool, layout: str, model: str, world_size: int) -> None:
     found = ranks.run(
         "tests.cost.cases:recorded_and_expected", world_size, layout=layout, model=model
@@ -81,18 +82,21 @@ def test_recorded_equals_theory(ranks: RankPool, layout: str, model: str, world_
 @pytest.mark.parametrize("method", ["ring", "auto"])
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
-    [
-        ("cp2", "llama", 2),
-        ("cp4:microbatches=2", "llama", 4),
-        ("cp2:recompute=full", "qwen3", 2),
-        ("cp2:recompute=selective,microbatches=2", "llama", 2),
-        ("cp2:recompute=full,recompute_layers=1", "llama", 2),
-        ("dp2.cp2:zero=1", "llama", 4),
-        ("dp2.cp2:zero=3,microbatches=2", "llama", 4),
-        ("cp2.tp2", "llama", 4),
-        ("cp2.tp2:sequence_parallel=true", "gemma3", 4),
-        ("cp2.pp2:microbatches=2", "llama", 4),
-    ],
+    part(
+        [
+            ("cp2", "llama", 2),
+            ("cp4:microbatches=2", "llama", 4),
+            ("cp2:recompute=full", "qwen3", 2),
+            ("cp2:recompute=selective,microbatches=2", "llama", 2),
+            ("cp2:recompute=full,recompute_layers=1", "llama", 2),
+            ("dp2.cp2:zero=1", "llama", 4),
+            ("dp2.cp2:zero=3,microbatches=2", "llama", 4),
+            ("cp2.tp2", "llama", 4),
+            ("cp2.tp2:sequence_parallel=true", "gemma3", 4),
+            ("cp2.pp2:microbatches=2", "llama", 4),
+        ],
+        3,
+    ),
 )
 def test_sequences_over_ranks(
     ranks: RankPool, layout: str, model: str, world_size: int, method: str
@@ -143,17 +147,20 @@ def test_tokens_that_a_library_moves(ranks: RankPool, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
-    [
-        ("cp2", "mamba2", 2),
-        ("cp2", "delta", 2),
-        ("cp2", "conv", 2),
-        ("cp4:microbatches=2", "delta", 4),
-        ("cp4:recompute=full,recompute_layers=2", "mamba2", 4),
-        ("cp2:recompute=full", "delta", 2),
-        ("cp2:recompute=selective", "mamba2", 2),
-        ("dp2.cp2:zero=3", "mamba2", 4),
-        ("cp2.pp2:microbatches=2", "conv", 4),
-    ],
+    part(
+        [
+            ("cp2", "mamba2", 2),
+            ("cp2", "delta", 2),
+            ("cp2", "conv", 2),
+            ("cp4:microbatches=2", "delta", 4),
+            ("cp4:recompute=full,recompute_layers=2", "mamba2", 4),
+            ("cp2:recompute=full", "delta", 2),
+            ("cp2:recompute=selective", "mamba2", 2),
+            ("dp2.cp2:zero=3", "mamba2", 4),
+            ("cp2.pp2:microbatches=2", "conv", 4),
+        ],
+        2,
+    ),
 )
 def test_states_over_ranks(ranks: RankPool, layout: str, model: str, world_size: int) -> None:
     found = ranks.run(

@@ -75,7 +75,7 @@ def rehearsed(case: tuple[GpuCheck, str], real: Worker, fake: Worker) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("case", part(QUICK, 2), ids=name)
+@pytest.mark.parametrize("case", part(QUICK, 4), ids=name)
 def test_a_rehearsal(case: tuple[GpuCheck, str], real: Worker, fake: Worker) -> None:
     rehearsed(case, real, fake)
 

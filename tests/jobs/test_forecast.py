@@ -138,13 +138,16 @@ def test_a_run_is_predicted_whatever_its_layout(
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        ("tiny-llama", "dp2:zero=2"),
-        ("tiny-llama", "dp2:zero=3"),
-        ("tiny-llama", "dp2.pp2:zero=2,microbatches=4,schedule=zero-bubble"),
-        ("tiny-qwen3", "dp2:zero=2,microbatches=2"),  # tied
-        ("tiny-qwen3", "dp2:zero=3,microbatches=4"),
-    ],
+    part(
+        [
+            ("tiny-llama", "dp2:zero=2"),
+            ("tiny-llama", "dp2:zero=3"),
+            ("tiny-llama", "dp2.pp2:zero=2,microbatches=4,schedule=zero-bubble"),
+            ("tiny-qwen3", "dp2:zero=2,microbatches=2"),  # tied
+            ("tiny-qwen3", "dp2:zero=3,microbatches=4"),
+        ],
+        2,
+    ),
 )
 def test_memory_is_predicted_under_zero(
     tmp_path: Path, text: str, cluster: str, model: str, layout: str
@@ -190,14 +193,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "layout",
-    [
-        "dp2:zero=2,microbatches=2",
-        "dp2:zero=3",
-        "dp2:zero=3,microbatches=2,recompute=full",
-        "dp2.tp2:zero=3",
-        "dp2.tp2:zero=3,sequence_parallel=true",
-        "dp2.pp2:zero=3,microbatches=2",
-    ],
+    part(
+        [
+            "dp2:zero=2,microbatches=2",
+            "dp2:zero=3",
+            "dp2:zero=3,microbatches=2,recompute=full",
+            "dp2.tp2:zero=3",
+            "dp2.tp2:zero=3,sequence_parallel=true",
+            "dp2.pp2:zero=3,microbatches=2",
+        ],
+        2,
+    ),
 )
 def test_adapters_are_predicted_under_every_stage_of_zero(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str
@@ -225,7 +231,7 @@ def test_adapters_are_predicted_under_every_stage_of_zero(
 @pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("adapters", "layout"), part(list(itertools.product((True, False), SPLIT_LAYOUTS)), 2)
+    ("adapters", "layout"), part(list(itertools.product((True, False), SPLIT_LAYOUTS)), 3)
 )
 def test_memory_is_predicted_over_tensor_ranks(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, adapters: bool

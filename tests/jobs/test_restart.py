@@ -41,7 +41,7 @@ KILLED = [("dp2", *phase) for phase in PHASES]
 KILLED += [("pp2:microbatches=2", *phase) for phase in (*PHASES[1:], PHASES[0])]
 
 
-@pytest.mark.parametrize(("layout", "phase", "step"), part(KILLED, 2))
+@pytest.mark.parametrize(("layout", "phase", "step"), part(KILLED, 4))
 def test_a_rank_that_is_killed_anywhere_changes_no_bit(
     tmp_path: Path, whole: Whole, layout: str, phase: str, step: int
 ) -> None:
@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed_anywhere_changes_no_bit(
     assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
 
 
-@pytest.mark.parametrize("layout", ["dp2:zero=3", "pp2:microbatches=2"])
+@pytest.mark.parametrize("layout", part(["dp2:zero=3", "pp2:microbatches=2"], 2))
 def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, whole: Whole, layout: str) -> None:
     whole(tmp_path, "whole", layout)
     notes: list[str] = []
@@ -174,7 +174,7 @@ def test_a_fork_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
 HANGS = [("stop", "shm"), ("stop", "gloo"), ("stuck", "gloo"), ("stuck", "shm")]
 
 
-@pytest.mark.parametrize(("kind", "backend"), part(HANGS, 2))
+@pytest.mark.parametrize(("kind", "backend"), part(HANGS, 3))
 def test_a_rank_that_hangs_is_named(tmp_path: Path, whole: Whole, kind: str, backend: str) -> None:
     fault = {"kind": kind, "rank": 1, "phase": "forward", "step": 7}
     notes: list[str] = []
@@ -220,7 +220,7 @@ def test_a_stop_that_takes_longer_than_is_allowed_is_rejected(tmp_path: Path) ->
         job(tmp_path, "run", "dp2", grace_seconds=1.0)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2:zero=1", "tp2", "pp2:microbatches=2"])
+@pytest.mark.parametrize("layout", part(["dp2", "dp2:zero=1", "tp2", "pp2:microbatches=2"], 2))
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: str) -> None:
     fault = {"kind": "nan", "rank": 1, "phase": "step", "step": 5}
     notes: list[str] = []
@@ -257,7 +257,7 @@ def test_a_flipped_bit_in_a_replica_is_found(
     assert any("differ" in note for note in notes)
 
 
-@pytest.mark.parametrize("layout", ["dp2.ep2", "dp4.ep2", "dp2.ep2:zero=1"])
+@pytest.mark.parametrize("layout", part(["dp2.ep2", "dp4.ep2", "dp2.ep2:zero=1"], 3))
 def test_experts_on_other_ranks_are_not_taken_for_differing_replicas(
     tmp_path: Path, layout: str
 ) -> None:

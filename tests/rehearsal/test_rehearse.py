@@ -33,6 +33,7 @@ from hocket.simulation.nccl import RULES, simulate_nccl
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import OWNERS, RankRehearsal, RehearsalReport
+from tests.rotation import part
 
 pytestmark = pytest.mark.ranks
 
@@ -111,15 +112,18 @@ def test_state_is_what_the_parameters_take(workers: RehearsalWorkers) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [
-        ("dp2.tp2:sequence_parallel=true", {}),
-        ("dp4:zero=2,microbatches=2", {}),
-        ("dp2:zero=3", {"dropout": 0.1}),
-        ("pp2:schedule=zb-v,virtual_stages=2,microbatches=4", {}),
-        ("pp2.tp2:microbatches=2,recompute=full", {"model": "tiny-gpt2"}),
-        ("tp2", {"dtype": "fp32"}),
-        ("dp4.ep4", {"model": "tiny-mixtral", "expert_dispatch": "node:2"}),
-    ],
+    part(
+        [
+            ("dp2.tp2:sequence_parallel=true", {}),
+            ("dp4:zero=2,microbatches=2", {}),
+            ("dp2:zero=3", {"dropout": 0.1}),
+            ("pp2:schedule=zb-v,virtual_stages=2,microbatches=4", {}),
+            ("pp2.tp2:microbatches=2,recompute=full", {"model": "tiny-gpt2"}),
+            ("tp2", {"dtype": "fp32"}),
+            ("dp4.ep4", {"model": "tiny-mixtral", "expert_dispatch": "node:2"}),
+        ],
+        3,
+    ),
 )
 def test_layouts_complete_and_communicate_as_in_theory(
     workers: RehearsalWorkers, layout: str, more: dict[str, Any]
@@ -139,13 +143,16 @@ def test_layouts_complete_and_communicate_as_in_theory(
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [
-        ("cp2", {"context_parallel": "ring"}),
-        ("cp2", {"context_parallel": "ulysses"}),
-        ("cp3", {"context_parallel": "ring", "seq_len": 96}),
-        ("cp4", {}),
-        ("pp2.cp2.tp2:microbatches=2", {}),
-    ],
+    part(
+        [
+            ("cp2", {"context_parallel": "ring"}),
+            ("cp2", {"context_parallel": "ulysses"}),
+            ("cp3", {"context_parallel": "ring", "seq_len": 96}),
+            ("cp4", {}),
+            ("pp2.cp2.tp2:microbatches=2", {}),
+        ],
+        2,
+    ),
 )
 def test_context_parallel_layouts_complete_and_read_nothing(
     workers: RehearsalWorkers, layout: str, more: dict[str, Any]
@@ -195,7 +202,9 @@ def _memory_is_predicted(found: Rehearsed) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["dp2.ep2", "dp2.ep2:recompute=full", "dp2.tp2.ep4.etp1", "dp2.pp2.ep2:microbatches=2"],
+    part(
+        ["dp2.ep2", "dp2.ep2:recompute=full", "dp2.tp2.ep4.etp1", "dp2.pp2.ep2:microbatches=2"], 2
+    ),
 )
 def test_expert_parallel_layouts_complete_and_read_once_a_layer(
     workers: RehearsalWorkers, layout: str

@@ -43,28 +43,43 @@ def test_a_type_completes_or_is_rejected_with_a_reason(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("kind", "layout", "tokens"),
-    [
-        ("falcon", "tp2", 64),  # one key/value head within a fused matrix, on every rank
-        ("falcon", "dp2:zero=2", 64),  # hands PyTorch a mask: keys and values of each query head
-        ("rembert", "dp2:zero=2", 64),  # a head that is wider than the vocabulary before it
-        ("openai-gpt", "tp2", 64),  # a layer that returns a list
-        ("gpt_oss", "tp2", 64),  # experts that tensor parallelism does not split
-        ("gpt_oss", "dp2", 512),  # sinks: flex attention saves no scores
-        ("gpt_oss", "tp2:recompute=selective", 512),
-        ("gemma2", "dp2", 512),  # soft caps, likewise
-        ("granitemoe_swa", "tp2", 64),
-        ("llama4_text", "tp2", 64),  # stacked experts as [experts, in, out]
-        ("doge", "dp2", 64),  # positions are selected in sequences that are longer than this one
-        ("inkling_text", "dp2", 64),  # the widest tensor is an inner one of attention
-        ("doge", "tp2", 64),  # the head's norm is written out: its backward is the peak
-        ("hy_v4", "tp2", 64),  # that norm is as wide as four streams
-        ("kimi_linear", "tp2", 64),  # a recurrence adds to gradients of whole sequences
-        ("zamba2", "dp2", 64),  # the attention of one layer is that of later ones
-        ("minimax", "tp2", 64),  # autograd holds buffers, as many elements as 4,096 tokens
-        ("minimax", "tp2", 1024),  # tables of decays, [heads, 256, 256], which no rank splits
-        ("bailing_hybrid", "cp2", 512),  # scans in blocks of 64 tokens, two a rank at least
-        ("bailing_hybrid", "cp2", 64),  # a rank's chunks, of 16 tokens, are padded to such blocks
-    ],
+    part(
+        [
+            ("falcon", "tp2", 64),  # one key/value head within a fused matrix, on every rank
+            (
+                "falcon",
+                "dp2:zero=2",
+                64,
+            ),  # hands PyTorch a mask: keys and values of each query head
+            ("rembert", "dp2:zero=2", 64),  # a head that is wider than the vocabulary before it
+            ("openai-gpt", "tp2", 64),  # a layer that returns a list
+            ("gpt_oss", "tp2", 64),  # experts that tensor parallelism does not split
+            ("gpt_oss", "dp2", 512),  # sinks: flex attention saves no scores
+            ("gpt_oss", "tp2:recompute=selective", 512),
+            ("gemma2", "dp2", 512),  # soft caps, likewise
+            ("granitemoe_swa", "tp2", 64),
+            ("llama4_text", "tp2", 64),  # stacked experts as [experts, in, out]
+            (
+                "doge",
+                "dp2",
+                64,
+            ),  # positions are selected in sequences that are longer than this one
+            ("inkling_text", "dp2", 64),  # the widest tensor is an inner one of attention
+            ("doge", "tp2", 64),  # the head's norm is written out: its backward is the peak
+            ("hy_v4", "tp2", 64),  # that norm is as wide as four streams
+            ("kimi_linear", "tp2", 64),  # a recurrence adds to gradients of whole sequences
+            ("zamba2", "dp2", 64),  # the attention of one layer is that of later ones
+            ("minimax", "tp2", 64),  # autograd holds buffers, as many elements as 4,096 tokens
+            ("minimax", "tp2", 1024),  # tables of decays, [heads, 256, 256], which no rank splits
+            ("bailing_hybrid", "cp2", 512),  # scans in blocks of 64 tokens, two a rank at least
+            (
+                "bailing_hybrid",
+                "cp2",
+                64,
+            ),  # a rank's chunks, of 16 tokens, are padded to such blocks
+        ],
+        4,
+    ),
 )
 def test_predicted_memory_is_within_5_percent(
     workers: RehearsalWorkers, tmp_path: Path, kind: str, layout: str, tokens: int
@@ -78,16 +93,19 @@ def test_predicted_memory_is_within_5_percent(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [
-        ("gemma4_text", "cp2"),  # heads of two sizes
-        ("diffllama", "cp2"),  # asks for attention twice a layer
-        ("hrm_text", "cp2"),  # runs its layers many times, some without gradients
-        ("hrm_text", "tp2"),
-        ("electra", "tp2"),  # an embedding that is narrower than the hidden state
-        ("llama4_text", "tp2"),  # experts that get all tokens, weighted before
-        ("zaya", "tp2"),  # sums of several widths
-        ("rwkv", "tp2"),  # parameters of three dims that are no experts'
-    ],
+    part(
+        [
+            ("gemma4_text", "cp2"),  # heads of two sizes
+            ("diffllama", "cp2"),  # asks for attention twice a layer
+            ("hrm_text", "cp2"),  # runs its layers many times, some without gradients
+            ("hrm_text", "tp2"),
+            ("electra", "tp2"),  # an embedding that is narrower than the hidden state
+            ("llama4_text", "tp2"),  # experts that get all tokens, weighted before
+            ("zaya", "tp2"),  # sums of several widths
+            ("rwkv", "tp2"),  # parameters of three dims that are no experts'
+        ],
+        4,
+    ),
 )
 def test_collectives_are_those_of_theory(
     workers: RehearsalWorkers, tmp_path: Path, kind: str, layout: str
