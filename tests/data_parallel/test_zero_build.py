@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.rotation import part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,10 +26,18 @@ SLACK = 4096
 parameters that has no values yet."""
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("given", ["seed", "directory"])
 @pytest.mark.parametrize(
-    "layout", ["dp2:zero=3", "dp2.tp2:zero=3", "dp2.pp2:zero=3,microbatches=2,schedule=gpipe"]
+    ("layout", "given", "tied"),
+    part(
+        [
+            *itertools.product(
+                ("dp2:zero=3", "dp2.tp2:zero=3", "dp2.pp2:zero=3,microbatches=2,schedule=gpipe"),
+                ("seed", "directory"),
+                (False, True),
+            )
+        ],
+        3,
+    ),
 )
 def test_a_stage_is_never_whole(
     ranks: RankPool, layout: str, given: str, tied: bool, tmp_path: Path
@@ -49,15 +60,22 @@ def test_a_stage_is_never_whole(
         assert found["stage"] > limit
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "dp2:zero=3",
-        "dp2:zero=3,offload=params",
-        "dp2.tp2:zero=3",
-        "dp2.pp2:zero=3,microbatches=2,schedule=gpipe",
-    ],
+    ("layout", "tied"),
+    part(
+        [
+            *itertools.product(
+                (
+                    "dp2:zero=3",
+                    "dp2:zero=3,offload=params",
+                    "dp2.tp2:zero=3",
+                    "dp2.pp2:zero=3,microbatches=2,schedule=gpipe",
+                ),
+                (False, True),
+            )
+        ],
+        3,
+    ),
 )
 def test_nor_is_one_that_is_saved_resumed_or_exported(
     ranks: RankPool, layout: str, tied: bool, tmp_path: Path

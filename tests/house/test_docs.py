@@ -225,7 +225,7 @@ def elsewhere(page: Path) -> bool:
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "page",
-    [PAGES[0], *part([p for p in PAGES[1:] if not elsewhere(p)], 3)],
+    [PAGES[0], *part([p for p in PAGES[1:] if not elsewhere(p)], 5)],
     ids=lambda page: page.name,
 )
 def test_commands_run_in_their_order(
@@ -276,11 +276,14 @@ def test_python_blocks_run(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("page", "number", "code"),
-    [
-        pytest.param(page, number, code, id=f"{page.name}-{number}")
-        for page in PAGES
-        for number, code in enumerate(blocks(page, "python torchrun"))
-    ],
+    part(
+        [
+            pytest.param(page, number, code, id=f"{page.name}-{number}")
+            for page in PAGES
+            for number, code in enumerate(blocks(page, "python torchrun"))
+        ],
+        2,
+    ),
 )
 def test_torchrun_blocks_run_and_print_what_the_page_says(
     page: Path, number: int, code: str, tmp_path: Path

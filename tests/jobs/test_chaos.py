@@ -38,7 +38,7 @@ CASES = [
 """Without `slow`, which compares times: a busy machine hides it."""
 
 
-@pytest.mark.parametrize(("layout", "kind", "count"), rotation.part(CASES, 14))
+@pytest.mark.parametrize(("layout", "kind", "count"), rotation.part(CASES, 24))
 def test_faults_of_a_kind_are_survived(ranks: RankPool, layout: str, kind: str, count: int) -> None:
     seed = rotation.seed() % 1000
     found = chaos(

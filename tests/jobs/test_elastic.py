@@ -24,6 +24,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, TrainOptions
 from hocket.training.pauses import APART
 from tests.ranks import ROOT
+from tests.rotation import part
 from tests.support.runs import Whole, job, losses, weights
 
 pytestmark = [
@@ -59,7 +60,7 @@ GONE = [
 """A rank that dies in step 7 and whenever it starts again."""
 
 
-@pytest.mark.parametrize("layout", ["dp4", "dp2.tp2"])
+@pytest.mark.parametrize("layout", part(["dp4", "dp2.tp2"], 2))
 def test_a_rank_that_is_gone_for_good_costs_its_device_alone(
     tmp_path: Path, whole: Whole, layout: str
 ) -> None:
@@ -119,7 +120,7 @@ BACK = [
 enough for ranks to agree on a stop within one."""
 
 
-@pytest.mark.parametrize("layout", ["dp4", "dp2.tp2"])
+@pytest.mark.parametrize("layout", part(["dp2.tp2", "dp4"], 2))
 def test_a_running_run_grows_again_when_its_device_is_back(
     tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:

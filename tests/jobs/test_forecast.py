@@ -259,7 +259,7 @@ def test_memory_is_predicted_over_tensor_ranks(
 @pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("targets", "layout"), part(list(itertools.product(TARGETS, TENSOR_LAYOUTS)), 3)
+    ("targets", "layout"), part(list(itertools.product(TARGETS, TENSOR_LAYOUTS)), 6)
 )
 def test_messages_of_adapters_are_predicted_to_the_byte(
     tmp_path: Path, text: str, cluster: str, base: Path, layout: str, targets: str
@@ -301,7 +301,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.usefixtures("warm", "kept")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("model", "layout"), part(list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS)), 3)
+    ("model", "layout"), part(list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS)), 5)
 )
 def test_messages_are_predicted_where_no_product_ends_a_layer(
     tmp_path: Path, text: str, cluster: str, ended: dict[str, str], model: str, layout: str

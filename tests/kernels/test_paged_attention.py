@@ -27,6 +27,7 @@ from hocket.runtime.triton.paged_attention_cases import (  # noqa: E402
     paged_attention_reference,
 )
 from tests.kernels import interpreter  # noqa: E402
+from tests.rotation import part  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -45,7 +46,7 @@ def interpreted() -> Iterator[Callable[..., Any]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", part([case.name for case in CASES], 3))
 def test_equals_plain_pytorch(interpreted: Callable[..., Any], name: str) -> None:
     error, dtype = interpreted(interpreter.error_of_case, name)
     assert error < TOLERANCE[DTYPES[dtype]]
