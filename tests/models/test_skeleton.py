@@ -39,6 +39,25 @@ def test_attention_is_chosen_here(skeleton):
         skeleton.build_skeleton(LLAMA, attention="flash")
 
 
+def test_its_attention_asks_the_modules(skeleton, monkeypatch):
+    """Also where no plan was searched for in this process: recompute=selective goes by that."""
+    import torch
+    import transformers
+
+    interface = transformers.AttentionInterface
+    asked = interface.get_interface
+    monkeypatch.setattr(interface, "get_interface", getattr(asked, "__wrapped__", asked))
+    model = skeleton.build_skeleton(FAMILIES["llama"], device="cpu")
+    modules = [layer.self_attn for layer in model.model.layers]
+    ran = []
+    for module in modules:
+        module.recompute_core = lambda core, module, *args, **more: (
+            ran.append(module) or core(module, *args, **more)
+        )
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert ran == modules
+
+
 def test_dropout_is_overridden_everywhere(skeleton):
     from torch import nn
 

@@ -9,6 +9,7 @@ asks for no core, which is found by watching its proxy model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ _watching: list[list[nn.Module]] = []
 @contextmanager
 def watched() -> Iterator[list[nn.Module]]:
     """Within, the modules whose core runs are noted, in order."""
-    _install()
+    look_at_modules()
     seen: list[nn.Module] = []
     _watching.append(seen)
     try:
@@ -33,13 +34,15 @@ def watched() -> Iterator[list[nn.Module]]:
         _watching.pop()
 
 
-def _install() -> None:
-    """Once in a process."""
+def look_at_modules() -> None:
+    """Have attention functions look at their modules, once in a process: before a model is built,
+    as its plan may have been found in another process."""
     interface: Any = transformers.AttentionInterface
     asked = interface.get_interface
     if hasattr(asked, "looks_at_modules"):
         return
 
+    @functools.wraps(asked)
     def get_interface(self: Any, attn_implementation: str, default: Core) -> Core:
         return _through(asked(self, attn_implementation, default))
 

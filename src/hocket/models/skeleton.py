@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import initialization
 
+from hocket.models.cores import look_at_modules
 from hocket.models.experts import loop_in_fp64
 from hocket.spec.errors import ModelError, unknown
 
@@ -124,6 +125,7 @@ def build_skeleton(
             raise ModelError(f"transformers has no causal language model of {config.model_type!r}")
         if attention == "sdpa" and not getattr(classes[type(config)], "_supports_sdpa", False):
             attention = "eager"
+    look_at_modules()
     with torch.device(device), initialization.no_init_weights():
         try:
             auto: Any = transformers.AutoModelForCausalLM
