@@ -14,6 +14,7 @@ import pytest
 
 from hocket.catalogue import models as catalogue
 from hocket.cli.main import main
+from hocket.runtime import host_memory
 from hocket.spec.run import RunFolder
 
 pytestmark = pytest.mark.train
@@ -274,6 +275,11 @@ def test_an_unknown_key(refused: Run, tmp_path: Path) -> None:
     assert repaired(said) == 'model = "tiny-llama"\nsteps = 3\nglobal_batch = 8\n'
     config.write_text("[training]\nwarm-pu = 3\n")
     assert repaired(refused("train", "--config", str(config))) == "[training]\nwarmup = 3\n"
+    for strange in ("wamrup/e;", "wamrup'"):  # no part of a name becomes part of a command
+        config.write_text(f'"{strange}" = 3\n')
+        assert "hint: sed" not in refused("train", "tiny-llama", "--config", str(config))
+        config.write_text(f'["{strange}".deep]\nwarmup = 3\n')
+        assert "hint: sed" not in refused("train", "tiny-llama", "--config", str(config))
 
 
 def repaired(said: str) -> str:
@@ -483,10 +489,16 @@ def test_lora_of_a_configuration_names_the_weights(refused: Run, text: str) -> N
     ],
 )
 def test_a_model_far_too_large_is_rejected_by_its_configuration(
-    refused: Run, text: str, tmp_path: Path, command: tuple[str, ...], hint: str
+    refused: Run,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    hint: str,
 ) -> None:
     """`check`, `compare` and `generate` once took all memory; `train` read the data first, and with
     LoRA all of the weights."""
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 24_000_000_000)
     folder = tmp_path / "large"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(catalogue.config("llama-3-70b")))

@@ -288,6 +288,10 @@ def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
         read_training_table(bad)
     assert subprocess.run(shlex.split(found.value.hint or "")).returncode == 0
     assert read_training_table(bad)
+    bad.write_text(bad.read_text().replace("global_batch", "global_batc/e;", 1))
+    with pytest.raises(OptionError, match="has no column global_batch") as found:
+        read_training_table(bad)
+    assert "/e" not in (found.value.hint or "")  # no part of a name becomes part of a command
     with pytest.raises(OptionError, match="there is no file"):
         read_training_table(tmp_path / "none.csv")
 

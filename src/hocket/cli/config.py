@@ -27,7 +27,7 @@ from hocket.spec.synonyms import EXPLAINED, nearest_option
 OWN = ("train",)
 """Verbs that read the file themselves: a layout in it and flags are merged field by field."""
 
-_LIST = "hocket config show train > run.toml\n        then --config run.toml"
+_PLAIN = re.compile(r"[\w-]+")
 
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
@@ -236,7 +236,10 @@ def _mended(path: str, error: OptionError) -> str | None:
 
 
 def _renamed(path: str, name: str, near: str) -> str:
-    """The command that gives an option of a file its right name."""
+    """The command that gives an option of a file its right name. A stranger's file may have any
+    text as a name, and no part of it becomes a command."""
+    if not _PLAIN.fullmatch(name):
+        return f"did you mean {near!r}?"
     edit = rf"s/\b{_written(path, name)}\b/{near}/"
     return f"sed -i {shlex.quote(edit)} {shlex.quote(path)}"
 
@@ -254,7 +257,7 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
-        data = _yaml(text, path) if file.suffix in (".yaml", ".yml") else tomllib.loads(text)
+        data = _yaml(text, path, verb) if file.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except FileNotFoundError:
         written = shlex.quote(str(file.with_suffix(".toml")))
         then = "" if file.suffix == ".toml" else f"\n        then --config {written}"
@@ -278,7 +281,9 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
             if not isinstance(key, str) or isinstance(item, dict):
                 raise OptionError(
                     f"{path}: {name}.{key} is a table in a table; tables only group options",
-                    hint=f"sed -i 's/^ *\\[{name}[.].*/[{name}]/' {shlex.quote(path)}",
+                    hint=f"sed -i 's/^ *\\[{name}[.].*/[{name}]/' {shlex.quote(path)}"
+                    if _PLAIN.fullmatch(name)
+                    else f"hocket config show {verb}\n        prints such a file",
                 )
             if key.replace("-", "_") in found:
                 lines = [n for n, one in enumerate(text.splitlines(), 1) if key in one]
@@ -290,7 +295,7 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
     return found
 
 
-def _yaml(text: str, path: str) -> dict[str, Any]:
+def _yaml(text: str, path: str, verb: str) -> dict[str, Any]:
     import yaml
 
     try:
@@ -300,14 +305,14 @@ def _yaml(text: str, path: str) -> dict[str, Any]:
         where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
         raise OptionError(
             f"cannot be read as YAML: {getattr(error, 'problem', error)}{where}",
-            hint=_LIST,
+            hint=f"hocket config show {verb}\n        prints such a file",
         ) from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise OptionError(
             f"{path} is a {type(data).__name__}; options are names with values",
-            hint=_LIST,
+            hint=f"hocket config show {verb}\n        prints such a file",
         )
     return {name: _number(value) for name, value in data.items()}
 

@@ -48,7 +48,7 @@ def read_csv(
             if missing:
                 raise OptionError(
                     f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}",
-                    hint=_with_columns(path, names, missing, optional),
+                    hint=_with_columns(path, names, missing, {*required, *optional}),
                 )
             return [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
     except UnicodeDecodeError:
@@ -57,11 +57,10 @@ def read_csv(
         raise OptionError(f"{path} is not a CSV file: {error}") from None
 
 
-def _with_columns(
-    path: Path, names: Sequence[str], missing: Sequence[str], optional: Sequence[str]
-) -> str:
+def _with_columns(path: Path, names: Sequence[str], missing: Sequence[str], known: set[str]) -> str:
     """The command that names misspelt columns rightly and adds the others to the first line."""
-    free = [name for name in names if name and name not in optional]
+    # A stranger's file may have any text as a name, and no part of it becomes a command.
+    free = [name for name in names if re.fullmatch(r"\w+", name or "") and name not in known]
     edits, added = [], []
     for name in missing:
         near = nearest(name, free, cutoff=0.7)
@@ -69,7 +68,7 @@ def _with_columns(
             added.append(name)
         else:
             free.remove(near)
-            edits.append(f"1s/\\b{re.escape(near)}\\b/{name}/")
+            edits.append(f"1s/\\b{near}\\b/{name}/")
     if added:
         edits.append(f"1s/\\r\\?$/,{','.join(added)}/")
     hint = f"sed -i {shlex.quote('; '.join(edits))} {shlex.quote(str(path))}"
