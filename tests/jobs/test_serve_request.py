@@ -175,11 +175,10 @@ def test_weights_that_are_not_whole(where: Path, tmp_path: Path) -> None:
 def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no model"):
         serve_request.server({})
-    for missing, hint in ((str(tmp_path), f"ls {tmp_path}"), ("nosuch", "hocket models")):
+    for missing, one in ((str(tmp_path), "the"), ("nosuch", "a")):
         with pytest.raises(ModelError) as raised:
             serve_request.server({"model": missing})
-        assert (raised.value.hint or "").startswith(hint)
-        assert "directory with config.json" in (raised.value.hint or "")
+        assert f"{one} directory with config.json" in (raised.value.hint or "")
     with pytest.raises(ModelError, match="no weights"):
         serve_request.server({"model": "tiny-llama"})
     bare = model(tmp_path / "bare")
