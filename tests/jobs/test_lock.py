@@ -113,7 +113,7 @@ def write(folder: Path, owner: lock.LockOwner) -> None:
 
 
 ELSEWHERE = """
-import os, sys, time
+import contextlib, os, sys, time
 from pathlib import Path
 from hocket.jobs import lock
 lock.RENEWED, lock.socket.gethostname = 0.05, lambda: "gpu-7"
@@ -123,7 +123,8 @@ with lock.locked(folder, "train"):
     while True:
         if sys.argv[2]:  # this host's clock is wrong, and with it the times of the file
             for file in folder.glob(".lock*"):
-                os.utime(file, (float(sys.argv[2]),) * 2)
+                with contextlib.suppress(FileNotFoundError):  # one that asks for the lock left
+                    os.utime(file, (float(sys.argv[2]),) * 2)
         time.sleep(0.02)
 """
 
@@ -178,6 +179,24 @@ def test_the_lock_of_another_host_is_taken_over_once_its_owner_is_silent(
         assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
     assert "waiting 2 s for a sign of life" in capfd.readouterr().err
     assert not list(folder.glob(".lock*"))
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_folder_whose_owner_leaves_while_it_is_waited_for_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, signs = tmp_path / "run", iter(["3", "3", ""])
+    write(folder, me(host="gpu-7", renews=True))
+
+    def leaves(*_: object) -> str:
+        sign = next(signs)
+        if not sign:
+            (folder / lock.NAME).unlink()
+        return sign
+
+    monkeypatch.setattr(lock, "_count", leaves)
+    lock.reject_locked(folder)
+    assert next(signs, None) is None
 
 
 @pytest.mark.usefixtures("quick")

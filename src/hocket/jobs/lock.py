@@ -138,7 +138,7 @@ def reject_locked(folder: Path) -> None:
     """
     file = folder / NAME
     owner = LockOwner.read(file)
-    if owner is not None and owner.token not in _mine and not _ended(file, owner):
+    if owner and owner.token not in _mine and not _ended(file, owner) and _still(file, owner):
         raise _locked(folder, file, owner)
 
 
@@ -297,7 +297,7 @@ def _ended(file: Path, owner: LockOwner) -> bool:
 
 
 def _still(file: Path, first: LockOwner) -> bool:
-    """Whether the lock is of the owner that it was of when it was read."""
+    """Whether the lock is of the owner that it was of when it was read: that one may have left."""
     return LockOwner.read(file) == first
 
 
