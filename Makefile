@@ -41,11 +41,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four minutes
 	$(BIN)/python -m hocket demo --full $(DEMO)
 
-test: $(STAMP) ## run all tests
+# Of the tests that take long a part, chosen by the commit (tests/rotation.py).
+test: $(STAMP) ## run the tests, of long ones and of similar cases a part
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
-# Of the rotating cases all, not the part that a commit chooses: several times as long.
-test-all: $(STAMP) ## run all tests, every rotating case among them: before a release
+# Several times as long.
+test-all: $(STAMP) ## run all tests and all cases: before a release
 	HOCKET_TESTS=all $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 # Installed as a user would, not editable: this also sees what a wheel leaves out. A wheel takes what
@@ -58,7 +59,7 @@ test-base: ## the tests that need neither torch nor transformers, in a .venv-bas
 
 # What pip gives a user today: on Linux torch is a CUDA build, of several GB. No GPU is needed.
 NEWEST := torch|triton|torchao|nvidia-ml-py
-test-newest: ## all tests with the newest torch and Triton, in .venv-newest: each week, and before a release
+test-newest: ## the tests with the newest torch and Triton, in .venv-newest: each week, and before a release
 	$(PYTHON) -m venv --clear .venv-newest
 	grep -vE '^($(NEWEST))==' constraints.txt > .venv-newest/constraints.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-newest/constraints.txt --editable '.[train,serve,lora,fp8,trackers,report,dev]'

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.hub_server import loopback  # noqa: F401  a fixture
 from tests.ranks import RankPool
-from tests.rotation import seed
+from tests.rotation import has_turn, rotates, seed
 from tests.support.rehearsal import warm_workers, workers  # noqa: F401  fixtures
 from tests.support.runs import runs, whole  # noqa: F401  fixtures
 from tests.support.warm import warm  # noqa: F401  a fixture
@@ -59,6 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (1 + NEEDS.index(m.name) for m in item.iter_markers() if m.name in NEEDS), default=0
         )
 
+    if rotates(config.args) and not config.option.keyword:
+        left_out = [item for item in items if not has_turn(item.nodeid)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=need)
     if hasattr(config, "workerinput"):  # of pytest-xdist, where long files come first instead
         seconds: Counter[Path] = Counter()
