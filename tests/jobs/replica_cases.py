@@ -49,14 +49,14 @@ def held(context: RankContext, payload: dict[str, Any]) -> None:
 
 def planned_once(context: RankContext, payload: dict[str, Any]) -> None:
     """A rank with a model, whose later lives may not look for its plan."""
+    from hocket.models import plan_cache
     from hocket.ranks import serving
-    from hocket.training import build
 
     def found_again(*_: Any, **__: Any) -> None:
         raise AssertionError("a later life looks for the plan of its model")
 
     if payload["attempt"]:
-        build.plan_for = found_again  # type: ignore[assignment]
+        plan_cache.plan_for = found_again  # type: ignore[assignment]
     serving.main(context, payload)
 
 

@@ -167,3 +167,47 @@ def test_a_block_that_cannot_be_split_is_held_whole():
     assert find(plan.tensor.splits, "model.layers.0.mlp.gate_proj").style == "column"
     assert find(plan.tensor.splits, "model.layers.2.mlp.experts").style == "experts"
     assert find(plan.tensor.splits, "model.layers.2.self_attn.o_proj") is None
+
+
+def test_a_plan_is_kept_for_later_starts(monkeypatch, tmp_path):
+    from hocket.models import plan_cache, skeleton
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    searched = []
+    plan_for = plan_cache.plan_for
+
+    def counted(model, **kwargs):
+        searched.append(model.config.model_type)
+        return plan_for(model, **kwargs)
+
+    monkeypatch.setattr(plan_cache, "plan_for", counted)
+    for family in ("llama", "gpt2", "bloom"):
+        model, plan = plan_of(VARIANTS[family])
+        sequence = plan_for(model, sequence=True)
+        searched.clear()
+        for _ in range(2):  # found, then read
+            assert plan_cache.built_plan(model) == plan
+            assert plan_cache.built_plan(model, sequence=True) == sequence
+        missing = sequence.sequence is None
+        assert len(searched) == 2 + missing, family
+
+    model, plan = plan_of(VARIANTS["llama"])
+    searched.clear()
+    changed = skeleton.build_skeleton({**VARIANTS["llama"], "num_hidden_layers": 2})
+    assert plan_cache.built_plan(changed).stages.num_layers == 2
+    assert len(searched) == 1
+    for file in (tmp_path / "hocket" / "plans").iterdir():
+        text = file.read_text()
+        assert '\\"dims\\": {\\"weight\\": 0}' in text
+        file.write_text(
+            text.replace('\\"dims\\": {\\"weight\\": 0}', '\\"dims\\": {\\"weight\\": 1}')
+        )
+        assert plan_cache.read_plan(file) is None, "a file that was altered"
+        file.write_text("[]")
+        assert plan_cache.read_plan(file) is None
+    assert plan_cache.built_plan(model) == plan
+    assert len(searched) == 2
+
+    model.__class__ = type("Mine", (type(model),), {"__module__": "transformers_modules.mine"})
+    assert plan_cache.built_plan(model) == plan_cache.built_plan(model) == plan
+    assert len(searched) == 4

@@ -39,7 +39,7 @@ def _skeleton(spec: RunSpec) -> Any:
 
 def _require(spec: RunSpec, schedule: Schedule, rank: int) -> None:
     """Reject adapters, or a base in 4 bits, that this rank cannot have."""
-    from hocket.models.plans import plan_for
+    from hocket.models.plan_cache import built_plan
     from hocket.runtime.base_4bit import require_whole_blocks
     from hocket.runtime.lora import adapt
     from hocket.runtime.parallelize import parallelize
@@ -47,7 +47,7 @@ def _require(spec: RunSpec, schedule: Schedule, rank: int) -> None:
     from hocket.training.memory_forecast import silent_mesh
 
     skeleton, layout = _skeleton(spec), spec.layout
-    plan = plan_for(skeleton, sequence=layout.sequence_parallel)
+    plan = built_plan(skeleton, sequence=layout.sequence_parallel)
     mesh = silent_mesh(layout, rank)
     parallel = parallelize(skeleton, layout, plan, mesh=mesh, schedule=schedule)
     lora = lora_of(skeleton, spec.options)

@@ -58,7 +58,7 @@ def columns_in_8_bits(
         ModelError: a rank stores none, the model's own code multiplies its experts, or ranks
             differ in what they store.
     """
-    from hocket.models.plans import plan_for
+    from hocket.models.plan_cache import built_plan
     from hocket.models.skeleton import build_skeleton
     from hocket.runtime.fp8_weights import weights_in_8_bits
     from hocket.runtime.linear import is_transposed
@@ -66,7 +66,7 @@ def columns_in_8_bits(
     from hocket.runtime.parallelize import parallelize
 
     skeleton = build_skeleton(config, dropout=0.0, code=code)
-    plan = plan_for(skeleton)
+    plan = built_plan(skeleton)
     one = dataclasses.replace(layout, pp=1, cp=1, pipeline_split="balanced")
     if layout.cp > 1 and one.splits_experts:  # experts' ranks are of context ranks too
         one = dataclasses.replace(one, dp=one.dp * layout.cp)

@@ -48,7 +48,7 @@ def expected_rows(
     from hocket.models.context import attention_cores
     from hocket.models.context_scans import state_sizes
     from hocket.models.meta_forward import module_runs
-    from hocket.models.plans import plan_for
+    from hocket.models.plan_cache import built_plan
     from hocket.models.skeleton import build_skeleton
     from hocket.models.source import run_source
     from hocket.runtime.expert_parallel import apply_expert_parallel
@@ -72,7 +72,7 @@ def expected_rows(
         dropout=spec.options.dropout,
         code=source.code,
     )
-    plan = plan_for(skeleton, sequence=layout.sequence_parallel)
+    plan = built_plan(skeleton, sequence=layout.sequence_parallel)
     lora = lora_of(skeleton, spec.options)
     num_stages = len(stage_ranks)
     device = spec.options.device

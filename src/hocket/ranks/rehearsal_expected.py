@@ -97,7 +97,7 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
 
 def _routing_bytes(spec: RunSpec) -> int:
     """Of a routing weight of the model."""
-    from hocket.models.plans import plan_for
+    from hocket.models.plan_cache import built_plan
     from hocket.models.skeleton import build_skeleton
     from hocket.models.source import run_source
     from hocket.ranks.expected_communication import routing_of
@@ -106,7 +106,7 @@ def _routing_bytes(spec: RunSpec) -> int:
     source = run_source(spec)
     dtype = dtype_of(spec.workload.dtype)
     skeleton = build_skeleton(source.config, dtype=dtype, dropout=0.0, code=source.code)
-    found = routing_of(skeleton, plan_for(skeleton))
+    found = routing_of(skeleton, built_plan(skeleton))
     return dtype.itemsize if found is None else found[0]
 
 

@@ -8,7 +8,6 @@ Rank 0 drives: it listens for the parent and for the other ranks, and holds the 
     replica    number of the replica
     run        the run folder, where a measured timeline is kept; absent: none is
     depth      plans in flight; absent: chosen by the number of stages and the device
-    plan       a ParallelPlan's JSON, as an earlier life found it; absent: it is found, and said
     words      {"directory", "ends"}: the tokenizer's directory (null: bytes) and the tokens that
                end a text, for answers that must obey a structure; absent: there are none
 """
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from hocket.ranks.doors import Doors
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.files import write_text
-from hocket.spec.plan import ParallelPlan
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.serving import snapshots_of
 from hocket.spec.units import format_bytes, parse_bytes
@@ -104,11 +102,7 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
     context.beat()
     with explaining(context.rank, mesh.device, options):
         with reading_shown(context):
-            known = payload.get("plan")
-            part, limits, said = build_part(
-                spec, mesh, payload.get("depth"), payload.get("words"),
-                None if known is None else ParallelPlan.from_json(known),
-            )  # fmt: skip
+            part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
         depth = limits.depth
         every = _gather(context, said)
         if channel is not None:
@@ -147,7 +141,7 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
             "seconds": time.perf_counter() - began,
         }
         context.emit(ready)
-        parent.write(encode({**ready, "plan": every[0].get("plan")}))
+        parent.write(encode(ready))
         with mesh.recorder.in_phase("microbatch"):
             driver.run()
 
@@ -176,11 +170,9 @@ def build_part(
     mesh: Mesh,
     depth: int | None = None,
     words: dict[str, Any] | None = None,
-    plan: ParallelPlan | None = None,
 ) -> tuple[StagePart, SchedulerLimits, dict[str, Any]]:
     """This rank's part of every step, its cache allocated; the scheduler's limits; and what it
-    says of itself: `memory` in bytes, `attention` kernels, `graphs`, and on rank 0 the `plan` that
-    was found where none was given.
+    says of itself: `memory` in bytes, `attention` kernels and `graphs`.
 
     Raises:
         ModelError: the cache holds less than one request may need, or the model's layers cannot
@@ -211,7 +203,7 @@ def build_part(
     schedule = build_schedule(spec.layout, 1) if spec.layout.num_stages > 1 else None
     paged = dataclasses.replace(spec.options, attention=attention.NAME)
     spec = dataclasses.replace(spec, options=paged)
-    _, skeleton, found_plan, parallel = build_model(spec, mesh, schedule, plan)
+    _, skeleton, _, parallel = build_model(spec, mesh, schedule)
     (stage,) = parallel.stages
     cp = mesh.axis("cp")
     ahead = None if cp.size == 1 else depth or mesh.axis("pp").size  # no graphs to launch early
@@ -288,8 +280,6 @@ def build_part(
         "attention": runner.attention_json(),
         "graphs": runner.graphs_json(),
     }
-    if plan is None and mesh.rank == 0:
-        said["plan"] = found_plan.to_json()
     return part, limits, said
 
 

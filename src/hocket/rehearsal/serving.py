@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hocket.models.plans import plan_for
+from hocket.models.plan_cache import built_plan
 from hocket.models.skeleton import build_skeleton
 from hocket.models.source import run_source
 from hocket.rehearsal.device import NUM_DEVICES
@@ -98,7 +98,7 @@ class ServingRehearsal:
             router_loss=False,
         )
         group_experts()
-        self.plan = plan_for(self.skeleton)
+        self.plan = built_plan(self.skeleton)
         layout = spec.layout
         self.schedule = build_schedule(layout, 1) if layout.num_stages > 1 else None
 

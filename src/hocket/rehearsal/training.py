@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hocket.models.attention import choose_kernels_on_cuda
 from hocket.models.masks import of_whole_sequences
-from hocket.models.plans import plan_for
+from hocket.models.plan_cache import built_plan
 from hocket.models.rows import Documents, note_documents, one_sequence_each, packed_rows
 from hocket.models.skeleton import build_skeleton
 from hocket.models.source import run_source
@@ -77,7 +77,7 @@ class Rehearsal:
             dropout=options.dropout,
             code=source.code,
         )
-        self.plan = plan_for(self.skeleton, sequence=layout.sequence_parallel)
+        self.plan = built_plan(self.skeleton, sequence=layout.sequence_parallel)
         self.lora = lora_of(self.skeleton, options)
         if layout.sequence_parallel:
             of_whole_sequences()

@@ -23,7 +23,7 @@ from hocket.models.context import leave_graphs, own_attention, split_sequences, 
 from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
-from hocket.models.plans import plan_for
+from hocket.models.plan_cache import built_plan
 from hocket.models.skeleton import build_skeleton
 from hocket.models.source import ModelSource, run_source
 from hocket.models.weights import Weights
@@ -177,7 +177,7 @@ def build_model(
         code=source.code,
         router_loss=spec.command not in ("serve", "generate"),
     )
-    plan = plan or plan_for(skeleton, sequence=spec.layout.sequence_parallel)
+    plan = plan or built_plan(skeleton, sequence=spec.layout.sequence_parallel)
     if spec.layout.sequence_parallel:
         of_whole_sequences()
     if mesh.device.type == "cuda":

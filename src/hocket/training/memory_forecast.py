@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hocket.models.plans import plan_for
+from hocket.models.plan_cache import built_plan
 from hocket.models.rows import one_sequence_each
 from hocket.models.skeleton import build_skeleton
 from hocket.models.source import run_source
@@ -151,7 +151,7 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> MemoryBytes:
         dropout=options.dropout,
         code=source.code,
     )
-    plan = plan_for(skeleton, sequence=layout.sequence_parallel)
+    plan = built_plan(skeleton, sequence=layout.sequence_parallel)
     mesh = silent_mesh(layout, rank)
     parallel = parallelize(
         skeleton,

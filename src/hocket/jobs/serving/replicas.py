@@ -382,10 +382,6 @@ class ReplicaSet:
                 await asyncio.sleep(POLL)
         shutil.rmtree(socket.parent, ignore_errors=True)
         one.client, one.capacity = client, capacity
-        if plan := capacity.pop("plan", None):  # found once, and handed to all later lives
-            self.world = dataclasses.replace(
-                self.world, payload={**self.world.payload, "plan": plan}
-            )
         if self.ending:
             await client.stop()
             return
