@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 
 import hocket
+import hocket.launch
 from hocket.cli.events import EVENTS
 from hocket.cli.main import main
 from hocket.spec.errors import OptionError, WeightsError
 from hocket.spec.run import RunFolder
+from tests.ranks import RankPool
+from tests.support.warm import Warm
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(200)]
 
@@ -29,7 +33,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Path:
+def printed(folder: Path, ranks: RankPool) -> str:
+    """What `train --json` prints, of the run that most tests here use."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(Warm, "pool", ranks)
+        patch.setattr(hocket.launch, "Launcher", Warm)
+        code = main(
+            ["train", "tiny-llama", "--data", str(folder / "text.txt"), "--layout", "dp2.tp2",
+             *SMALL, "--steps", "6", "--save-every", "3", "--lr", "3e-3", "--run",
+             str(folder / "run"), "--json"]
+        )  # fmt: skip
+    assert code == 0, out.getvalue()
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, printed: str) -> Path:
     return folder / "run"
 
 
@@ -37,26 +57,19 @@ def rows(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_train_prints_events_as_json_and_nothing_else(
-    folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(
-        ["train", "tiny-llama", "--data", str(folder / "text.txt"), "--layout", "dp2.tp2", *SMALL,
-         "--steps", "6", "--save-every", "3", "--lr", "3e-3", "--run", str(run), "--json"]
-    )  # fmt: skip
-    assert code == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_train_prints_events_as_json_and_nothing_else(printed: str, run: Path) -> None:
+    lines = [json.loads(line) for line in printed.splitlines()]
     assert all(line["schema"] == 1 and line["event"] in EVENTS for line in lines)
     kinds = {line["event"] for line in lines}
     assert {"phase", "progress", "step", "eval", "saved", "done"} < kinds
-    printed = [line for line in lines if line["event"] == "step"]
-    assert [row["step"] for row in printed] == [1, 2, 3, 4, 5, 6]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     result = lines[-1]
     assert (result["event"], result["steps"], result["run"]) == ("result", 6, str(run))
-    assert result["loss"] == printed[-1]["loss"]
-    assert printed[-1]["loss"] < printed[0]["loss"] - 0.3, "the loss falls"
+    assert result["loss"] == steps[-1]["loss"]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3, "the loss falls"
     kept = rows(RunFolder(run).metrics_file)
-    assert [row["loss"] for row in kept] == [row["loss"] for row in printed]
+    assert [row["loss"] for row in kept] == [row["loss"] for row in steps]
     assert "held_out_loss" in kept[-1]
 
 
