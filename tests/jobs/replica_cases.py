@@ -86,12 +86,11 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
         door.settimeout(60)
         parent, _ = door.accept()
     name = f"{payload['replica']}-{payload['attempt']}"
-    (_folder(payload) / f"plan.{name.replace('-', '.')}").write_text(payload.get("plan", "none"))
     token, _ = HELLO.unpack(parent.recv(HELLO.size, socket.MSG_WAITALL))
     assert token == bytes.fromhex(payload["token"])
     context.emit({"event": "begun"})
     ready = {"event": "ready", "num_blocks": 64, "cache_tokens": 1024}
-    parent.sendall(encode({**ready, "plan": None if "plan" in payload else f"of {name}"}))
+    parent.sendall(encode(ready))
     reader, selector = FrameReader(MAX_COMMAND), selectors.DefaultSelector()
     selector.register(parent, selectors.EVENT_READ)
     running: dict[str, list[int]] = {}
