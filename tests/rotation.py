@@ -7,7 +7,7 @@ every test and every case.
     make test-all TESTS=--junitxml=all.xml
     python -m tests.rotation all.xml
 
-writes anew how long each test takes, to `seconds.json`.
+updates how long each test takes, in `seconds.json`.
 """
 
 from __future__ import annotations
@@ -91,15 +91,25 @@ def _table() -> dict[str, float]:
 
 
 def main(report: str) -> None:
-    """Write the table from a report of pytest in JUnit's form."""
+    """Update the table from a report of pytest in JUnit's form: what did not run keeps its time."""
     cases: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is None:
             function = f"{case.attrib['classname']}.{case.attrib['name']}".partition("[")[0]
             cases[function].append(float(case.attrib["time"]))
-    means = {function: round(mean(times), 1) for function, times in sorted(cases.items())}
-    table = {function: seconds for function, seconds in means.items() if seconds > FREE}
+    ran = {function: round(mean(times), 1) for function, times in cases.items()}
+    known = {function: seconds for function, seconds in _table().items() if _exists(function)}
+    table = {function: time for function, time in sorted((known | ran).items()) if time > FREE}
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _exists(function: str) -> bool:
+    """Whether a test of the table is still in its file (`tests.FOLDER.FILE.CLASS.FUNCTION`)."""
+    module, names = TESTS.parent, function.split(".")
+    while names and module.is_dir():
+        module /= names.pop(0)
+    file = module.with_suffix(".py")
+    return file.exists() and f"def {names[-1]}(" in file.read_text()
 
 
 if __name__ == "__main__":

@@ -389,6 +389,14 @@ def test_the_changes_name_flags_that_exist_and_every_deprecated_spelling() -> No
     assert len(text + deprecated) >= 20_000, "commands of the pages train on it"
 
 
+def test_every_folder_of_the_cache_is_on_the_page_of_the_installation() -> None:
+    code = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
+    kinds = set(re.findall(r"(?:cache_folder|computed_file)\(\s*\"([^\"]+)", code))
+    text = (ROOT / "docs/how-to/install.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text.partition("## What hocket keeps")[2], re.MULTILINE)
+    assert kinds == set(re.findall(r"`([^`]+)`", " ".join(rows)))
+
+
 def test_the_reference_is_what_the_commands_say() -> None:
     sys.path.insert(0, str(GENERATED.parent))
     try:

@@ -99,10 +99,13 @@ def test_the_table_is_of_tests_that_exist() -> None:
         assert f"def {function}(" in (rotation.TESTS.parent / path).read_text(), name
 
 
-def test_a_report_becomes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_updates_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [("a[1]", 2.0, ""), ("a[2]", 4.0, ""), ("b", 0.4, ""), ("c", 9.0, "<skipped/>")]
     rows = (f'<testcase classname="t" name="{n}" time="{s}">{x}</testcase>' for n, s, x in cases)
     (tmp_path / "all.xml").write_text(f"<testsuites>{''.join(rows)}</testsuites>")
+    here = f"tests.house.test_rotation.{test_a_report_updates_the_table.__name__}"
+    before = {here: 5.0, "t.a": 8.0, "t.b": 2.0, "tests.house.test_rotation.test_gone": 3.0}
     monkeypatch.setattr(rotation, "TABLE", tmp_path / "seconds.json")
+    monkeypatch.setattr(rotation, "_table", lambda: before)
     rotation.main(str(tmp_path / "all.xml"))
-    assert json.loads(rotation.TABLE.read_text()) == {"t.a": 3.0}
+    assert json.loads(rotation.TABLE.read_text()) == {"t.a": 3.0, here: 5.0}

@@ -1,3 +1,6 @@
+import errno
+import unittest.mock
+
 import pytest
 
 from hocket.spec.errors import LayoutError
@@ -211,3 +214,42 @@ def test_a_plan_is_kept_for_later_starts(monkeypatch, tmp_path):
     model.__class__ = type("Mine", (type(model),), {"__module__": "transformers_modules.mine"})
     assert plan_cache.built_plan(model) == plan_cache.built_plan(model) == plan
     assert len(searched) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    ],
+)
+def test_what_an_exhausted_process_raises_is_no_property_of_the_model(monkeypatch, tmp_path, error):
+    from hocket.models import plan_cache, skeleton
+    from hocket.models.proxy import ProxyModel
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = skeleton.build_skeleton(VARIANTS["llama"])
+    build, trials = ProxyModel.build, 0
+
+    def fails_at(last):
+        def build_or_fail(proxy, *args, **kwargs):
+            nonlocal trials
+            trials += 1
+            if trials == last:
+                raise error
+            return build(proxy, *args, **kwargs)
+
+        return unittest.mock.patch.object(ProxyModel, "build", build_or_fail)
+
+    with fails_at(0):
+        plan_cache.plan_for(model, sequence=True)
+    number, trials = trials, 0
+    assert number > 2
+    for last in range(1, number + 1):  # each trial of the search in turn
+        trials = 0
+        with fails_at(last), pytest.raises(type(error)) as raised:
+            plan_cache.built_plan(model, sequence=True)
+        assert raised.value is error
+    assert not (tmp_path / "hocket").exists()
+    assert plan_cache.built_plan(model, sequence=True).sequence is not None

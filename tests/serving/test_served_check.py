@@ -20,7 +20,7 @@ from hocket.jobs.serving.llm import Lent
 from hocket.models import registry
 from hocket.models.samples import sample_config, switches
 from hocket.models.source import resolve_model
-from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.errors import HocketError, ModelError, OptionError, RankMemoryError
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import SWITCHED
 from hocket.spec.served_check import ServedCheck, ServedComparison, equal_limit
@@ -275,6 +275,21 @@ def test_a_difference_is_looked_at_with_other_weights_where_they_amplify_roundin
     monkeypatch.setattr(check, "layout_reports", reports)
     found = check.proxy_check(launcher, source, Layout(tp=2))
     assert (found, drawn) == (("", [0, 1]) if rounding else ("prefill: prompt of 3 tokens", [0]))
+
+
+@pytest.mark.parametrize("error", [RankMemoryError("no memory"), HocketError("no port is free")])
+def test_a_server_that_could_not_start_is_no_verdict_on_the_model(
+    monkeypatch: pytest.MonkeyPatch, error: HocketError
+) -> None:
+    def fails(*_: Any, **__: Any) -> ServedCheck:
+        raise error
+
+    monkeypatch.setattr(check, "_proxy_report", fails)
+    launcher: Any = types.SimpleNamespace(device_kind="cpu")
+    source: Any = types.SimpleNamespace(trust_remote_code=False)
+    with pytest.raises(HocketError) as raised:
+        check.proxy_check(launcher, source, Layout(tp=2))
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("proxy_check", [True, False])

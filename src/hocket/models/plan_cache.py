@@ -7,14 +7,13 @@ and each start of a rank.
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from hocket.models.plans import plan_for
-from hocket.spec.files import parse_json, write_text
+from hocket.spec.files import json_crc32, parse_json, write_text
 from hocket.spec.plan import ParallelPlan
 from hocket.spec.user_cache import computed_file
 
@@ -42,7 +41,7 @@ def read_plan(file: Path) -> ParallelPlan | None:
     """The plan in a file; None where there is none, or not as it was written."""
     try:
         found: Any = parse_json(file.read_text())
-        if zlib.crc32(found["plan"].encode()) == found["crc32"]:
+        if json_crc32(found["plan"]) == found["crc32"]:
             return ParallelPlan.from_json(found["plan"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
@@ -54,6 +53,6 @@ def write_plan(file: Path, plan: ParallelPlan) -> None:
     text = plan.to_json()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"plan": text, "crc32": zlib.crc32(text.encode())}))
+        write_text(file, json.dumps({"plan": text, "crc32": json_crc32(text)}))
     except OSError:
         return  # a cache that cannot be written only costs the next start its search

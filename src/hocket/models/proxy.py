@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from hocket.models import skeleton
-from hocket.models.failure import failure_place
+from hocket.models.failure import failure_place, raise_if_exhausted
 from hocket.spec.errors import ModelError
 
 NUM_LAYERS = 4
@@ -178,6 +178,7 @@ def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
                 raise ModelError(f"{size:,} parameters are left at sizes it names in its own way")
             _run(proxy)
         except Exception as failure:  # each family refuses sizes, or fails on them, in its own way
+            raise_if_exhausted(failure)
             error = error or failure
             continue
         return proxy
@@ -197,7 +198,8 @@ def switched_proxy(
     def switched(some: Mapping[str, Any]) -> ProxyModel | None:
         try:
             return proxy_of(skeleton.config_of({**values, **some}, dropout=0.0))
-        except Exception:  # a combination that the class rejects, each in its own way
+        except Exception as error:  # a combination that the class rejects, each in its own way
+            raise_if_exhausted(error)
             return None
 
     if switches and (found := switched(switches)) is not None:

@@ -15,6 +15,7 @@ from transformers import initialization
 
 from hocket.models.cores import look_at_modules
 from hocket.models.experts import loop_in_fp64
+from hocket.models.failure import raise_if_exhausted
 from hocket.spec.errors import ModelError, unknown
 
 ATTENTION = ("sdpa", "eager")
@@ -73,6 +74,7 @@ def config_of(
             model_type = values.pop("model_type")
             config = transformers.AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers raises many kinds for a configuration that is wrong
+        raise_if_exhausted(error)
         of = code or kind or "no model_type"
         raise ModelError(
             f"transformers rejects the model's configuration ({of}): {_cause(error)}"
@@ -132,6 +134,7 @@ def build_skeleton(
             model = auto.from_config(config, attn_implementation=attention, dtype=dtype, **trusted)
             loop_in_fp64(model, dtype)
         except Exception as error:  # many kinds, all of them the configuration's fault
+            raise_if_exhausted(error)
             if isinstance(error, KeyError) and error.args == (attention,):
                 raise ModelError(
                     f"{config.model_type!r} has attention classes of its own, none of them for "

@@ -47,11 +47,14 @@ def prepare_model(context: RankContext, payload: dict[str, Any]) -> None:
     server accepts for this configuration, or None; or `{"event": "prepared", "rejected" or
     "crashed": why}`.
     """
+    from hocket.models.failure import raise_if_exhausted
+
     try:
         said = _prepare(payload)
     except HocketError as error:
         said = {"rejected": error.message}
     except Exception as error:  # transformers fails in many ways on configurations of its own
+        raise_if_exhausted(error)
         said = {"crashed": f"{type(error).__name__}: {error}"}
     context.emit({"event": "prepared", **said})
 
@@ -107,6 +110,8 @@ def compare_answers(context: RankContext, payload: dict[str, Any]) -> None:
     `{"event": "compared", "layout", "report"}` for each layout, or `{"event": "compared",
     "crashed": why}`.
     """
+    from hocket.models.failure import raise_if_exhausted
+
     served = json.loads(Path(payload["answers"]).read_text())
     try:
         columns, cache = payload.get("columns"), bool(payload.get("cache"))
@@ -116,6 +121,7 @@ def compare_answers(context: RankContext, payload: dict[str, Any]) -> None:
             reference = _EightBitReference(folder, trusted, columns or {}, cache=cache)
         reports = reference.reports(served, generate=payload["generate"])
     except Exception as error:  # of transformers itself: there is nothing to compare with
+        raise_if_exhausted(error)
         context.emit({"event": "compared", "crashed": f"{type(error).__name__}: {error}"})
         return
     for report in reports:
@@ -207,12 +213,15 @@ class _Reference:
     def _generated(self, answers: list[dict[str, Any]]) -> dict[tuple[int, ...], list[int] | str]:
         """What `generate` continues each prompt with, or why it fails: some classes have a forward
         and no working `generate`."""
+        from hocket.models.failure import raise_if_exhausted
+
         found: dict[tuple[int, ...], list[int] | str] = {}
         for answer in answers:
             prompt = answer["prompt"]
             try:
                 found[tuple(prompt)] = self._generate(prompt, answer["wanted"])
             except Exception as error:
+                raise_if_exhausted(error)
                 found[tuple(prompt)] = f"{type(error).__name__}: {error}"
         return found
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hocket.models.experts import loop_in_fp64
+from hocket.models.failure import raise_if_exhausted
 from hocket.models.proxy import VOCABULARY, proxy_of, spread_weights
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
@@ -76,7 +77,8 @@ def _tried(kind: Any, text: str, dtype: torch.dtype) -> Rows:
             try:
                 if bool((logits(rows) - expected).abs().max() < EQUAL):
                     return rows
-            except Exception:  # of the model's own code, with a cache that it does not take
+            except Exception as error:  # of the model's own code, with a cache it does not take
+                raise_if_exhausted(error)
                 continue
     return "whole"
 

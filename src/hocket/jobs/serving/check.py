@@ -183,7 +183,8 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
     plain transformers does. It always runs on the CPU: what is checked is the split.
 
     Raises:
-        RankFailure: its ranks died.
+        HocketError: its ranks died, or the server could not start for another reason than the
+            model's.
     """
     with contextlib.ExitStack() as stack:
         if launcher.device_kind != "cpu":
@@ -194,9 +195,7 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
                 report = _proxy_report(launcher, source, layout, Path(folder), seed)
                 if report.ok or not report.amplified:
                     break
-        except RankFailure:
-            raise
-        except HocketError as error:
+        except (ModelError, LayoutError, OptionError) as error:
             return error.message
     return report.failures[0] if report.failures else ""
 

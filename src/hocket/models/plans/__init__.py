@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hocket.models.failure import failure_place
+from hocket.models.failure import failure_place, raise_if_exhausted
 from hocket.models.plans.experts import expert_plan
 from hocket.models.plans.families import FAMILIES
 from hocket.models.plans.positions import counts_from_mask
@@ -43,6 +43,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         layers = stages.layers if stages is not None else ""
         tensor, note = tensor_plan(model, decoder, proxy, layers)
     except Exception as error:  # heads that vary by layer raise kinds of their own
+        raise_if_exhausted(error)
         said = str(error).partition(". ")[0]
         tensor, note = None, f"its configuration keeps head counts in another way ({said})"
     if note:
@@ -53,8 +54,8 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     from_mask = False
     try:
         from_mask = proxy is not None and counts_from_mask(proxy)
-    except Exception:  # a proxy model that does not run has reasons of its own
-        from_mask = False
+    except Exception as error:  # a proxy model that does not run has reasons of its own
+        raise_if_exhausted(error)
     slices = None
     if sequence:
         try:

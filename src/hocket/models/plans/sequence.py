@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.models.failure import raise_if_exhausted
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans.tensor import tensor_plan
 from hocket.models.proxy import ProxyModel
@@ -75,6 +76,7 @@ def sequence_plan(
             reasons.append(error.message)
             continue
         except Exception as error:  # a forward of any family may fail in its own way
+            raise_if_exhausted(error)
             reasons.append(trial.why(error))
             continue
         found = _plan(whole, tensor, stages, mask)

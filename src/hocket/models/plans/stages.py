@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hocket.models.failure import raise_if_exhausted
 from hocket.models.plans.backward import saving
 from hocket.models.plans.experts import expert_shares
 from hocket.models.plans.pairs import leaves
@@ -112,7 +113,8 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
     number, flat_streams = max(streams)
     try:
         cores, ends = saving(proxy, whole, full([layers_name])[0])
-    except Exception:  # it runs, as was seen, but does not train in its own way: nothing is known
+    except Exception as error:  # it runs, as was seen, but does not train: nothing is known
+        raise_if_exhausted(error)
         cores, ends = (), ()
     return StagePlan(
         decoder=path,

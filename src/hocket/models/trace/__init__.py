@@ -22,6 +22,7 @@ from torch import nn
 from hocket.models import skeleton
 from hocket.models.attention import flexible
 from hocket.models.context_scans import state_sizes
+from hocket.models.failure import raise_if_exhausted
 from hocket.models.plans.tensor import tensor_plan
 from hocket.models.proxy import proxy_of
 from hocket.models.trace.fused import Costs
@@ -127,7 +128,8 @@ def _plan(done: Run) -> TensorPlan | None:
         if plan := tensor_plan(done.model, decoder)[0]:
             return plan
         return tensor_plan(done.model, decoder, proxy_of(config), done.layers)[0]
-    except Exception:  # heads counted another way, or a proxy model that fails in its own way
+    except Exception as error:  # heads counted another way, or a proxy model that fails
+        raise_if_exhausted(error)
         return None
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hocket.models import skeleton
 from hocket.models.cores import watched
+from hocket.models.failure import raise_if_exhausted
 from hocket.models.lora import is_linear
 from hocket.models.plans.pairs import leaves
 from hocket.models.rows import one_sequence_each
@@ -143,6 +144,7 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
             hint="it runs, without a prediction: hocket train MODEL --layout LAYOUT",
         ) from error
     except Exception as error:  # the forward of any family may fail in its own way
+        raise_if_exhausted(error)
         raise ModelError(
             f"{config.model_type!r} fails in {str(dtype).removeprefix('torch.')} on {traced.rows} "
             f"sequences of {traced.sequence} tokens: {type(error).__name__}: "
