@@ -619,3 +619,29 @@ def test_the_data_of_a_printed_command(refused: Run) -> None:
     said = refused("train", "tiny-llama", "--data", "DATA")
     assert "DATA stands for your data" in said
     assert said.endswith("hint: hocket train tiny-llama --data 'roneneldan/TinyStories[:2000]'\n")
+
+
+MANY = "9" * 5000
+"""A number that int() does not read: it stops at 4,300 digits, with a ValueError."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"rehearse tiny-llama --layout dp{MANY}",
+        f"rehearse tiny-llama --layout dp2 --rank {MANY}",
+        f"rehearse tiny-llama --layout dp2 --microbatches {MANY}",
+        f"rehearse tiny-llama --layout pp2 --pipeline-split {MANY}-1",
+        f"rehearse tiny-mixtral --layout dp2.ep2 --expert-dispatch node:{MANY}",
+        "rehearse tiny-mixtral --layout dp2.ep2 --expert-dispatch node:\u00b2",
+        f"plan tiny-llama --gpus 8 --pin tp={MANY}",
+        f"plan tiny-llama --gpus 8 --pin microbatch={MANY}",
+        f"train tiny-llama --layout dp2 --data owner/name[:{MANY}]",
+        f"train tiny-llama --layout dp2 --data TEXT --save-every {MANY}",
+        f"train tiny-llama --layout dp2 --data TEXT --save-every {MANY}s",
+        f"train tiny-llama --data TEXT --layout dp2 --emulate-links nvlink3x{MANY}+net100g",
+    ],
+    ids=lambda words: words.replace(MANY, "9...9"),
+)
+def test_a_number_of_more_digits_than_int_reads(refused: Run, text: str, words: str) -> None:
+    assert refused(*words.replace("TEXT", text).split())

@@ -57,7 +57,9 @@ def test_the_other_end(text: str, peer: int) -> None:
     assert Action.parse(text).peer_stage == peer
 
 
-@pytest.mark.parametrize("text", ["F0", "2X0", "2F", "2REDUCE_GRAD1", "", "2F0;"])
+@pytest.mark.parametrize(
+    "text", ["F0", "2X0", "2F", "2REDUCE_GRAD1", "", "2F0;", "9" * 5000 + "F0"]
+)
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError):
         Action.parse(text)

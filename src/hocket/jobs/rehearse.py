@@ -283,9 +283,9 @@ def representatives(job: RehearsedJob, ranks: str) -> dict[int, int]:
     """
     layout = job.spec.layout
     if ranks not in (ALL, REPLICA):
-        if not ranks.isdecimal() or int(ranks) >= layout.world_size:
+        if not (ranks.isdecimal() and len(ranks) < 19) or int(ranks) >= layout.world_size:
             raise OptionError(
-                f"--rank is {ranks}; {layout.axes_text()} has the ranks 0 .. "
+                f"--rank is {ranks[:60]!r}; {layout.axes_text()} has the ranks 0 .. "
                 f"{layout.world_size - 1}",
                 hint="--rank replica, --rank all, or --rank 0",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -164,7 +165,7 @@ def typed_options(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("dtype", "grad_dtype"):
         if name in given:
             given[name] = ALIAS.get(given[name], given[name])
-    if str(given.get("save_every", "")).isdecimal():
+    if re.fullmatch("[0-9]{1,18}", str(given.get("save_every", ""))):
         given["save_every"] = int(given["save_every"])
     for name in ("model", "run", "cluster"):
         if name in given:

@@ -47,7 +47,7 @@ def layout_pins(texts: Sequence[str]) -> dict[str, Any]:
         if key not in PINS:
             message, hint = unknown("axis", key, PINS)
             raise OptionError(f"--pin: {message}", hint=hint)
-        if key in COUNTS and not re.fullmatch(r"0*[1-9][0-9]*", value.strip()):
+        if key in COUNTS and not re.fullmatch(r"0{0,9}[1-9][0-9]{0,17}", value.strip()):
             raise OptionError(
                 f"--pin {text!r} is not a whole number of at least 1", hint=f"--pin {key}=1"
             )

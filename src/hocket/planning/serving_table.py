@@ -384,7 +384,7 @@ def _degrees(row: Mapping[str, str]) -> dict[str, Any]:
     """tp, pp, ep and ranks of attention's data parallelism."""
     tp, pp = _whole(row, "tp"), _whole(row, "pp")
     ep, moe, dp = _whole(row, "ep"), _whole(row, "moe_tp"), _whole(row, "attn_dp", 0)
-    named = re.search(r"_tp(\d+)(?:_0)?_ep(\d+)", row["id"])
+    named = re.search(r"_tp(\d{1,18})(?:_0)?_ep(\d{1,18})", row["id"])
     if named and ep > 1 and int(named[1]) * int(named[2]) == tp:
         tp, moe = int(named[1]), max(int(named[1]) // ep, 1)
     elif ep > 1 and moe > 1 and tp == moe * ep and tp > 8:

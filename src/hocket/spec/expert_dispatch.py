@@ -43,7 +43,7 @@ def parse_dispatch(text: str) -> tuple[str, int | None]:
             f"--expert-dispatch is {text!r}; it is auto, direct, node, node:RANKS or deepep",
             hint="--expert-dispatch auto",
         )
-    if colon and (not number.isdigit() or int(number) < 2):
+    if colon and (not re.fullmatch("[0-9]{1,18}", number) or int(number) < 2):
         raise OptionError(
             f"--expert-dispatch {text}: a node has a whole number of ranks, at least 2",
             hint="--expert-dispatch node:8",

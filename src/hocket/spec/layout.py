@@ -38,7 +38,7 @@ OFFLOAD = (
     "none", "optimizer", "params", "activations", "optimizer+activations", "params+activations",
 )  # fmt: skip
 
-_TERM = re.compile(r"([a-z]+)([0-9]+)")
+_TERM = re.compile(r"([a-z]+)([0-9]{1,18})")  # int() reads no more than 4,300 digits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -479,8 +479,8 @@ class Layout:
 def _value(key: str, text: str) -> Any:
     """The value of one field from its text."""
     if key in (*TERMS, "microbatches", "virtual_stages", "zero", "shard", "recompute_layers"):
-        if not re.fullmatch(r"[0-9]+", text):
-            raise LayoutError(f"{key}={text!r} is not a whole number", hint=f"{key}=1")
+        if not re.fullmatch(r"[0-9]{1,18}", text):
+            raise LayoutError(f"{key}={text[:60]!r} is not a whole number", hint=f"{key}=1")
         return int(text)
     if key == "sequence_parallel":
         if text not in ("true", "false"):
@@ -488,7 +488,7 @@ def _value(key: str, text: str) -> Any:
         return text == "true"
     if key == "order":
         return tuple(text.split("-"))
-    if key == "pipeline_split" and re.fullmatch(r"[0-9]+(-[0-9]+)*", text):
+    if key == "pipeline_split" and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})*", text):
         return tuple(int(n) for n in text.split("-"))
     return text
 

@@ -199,7 +199,7 @@ class Links:
 
 
 def _tier(text: str, whole: str, *, last: bool) -> tuple[LinkKind, int | None]:
-    match = re.fullmatch(r"\s*(.+?)(?:x(\d+))?\s*", text)
+    match = re.fullmatch(r"\s*(.+?)(?:x(\d{1,18}))?\s*", text)
     if match is None:
         raise OptionError(f"links {whole!r} hold an empty part", hint="nvlink3x2+net100g")
     link = kind(match[1])

@@ -30,7 +30,7 @@ RECEIVES = (RECV_F, RECV_B)
 WITHOUT_MICROBATCH = (UNSHARD, RESHARD, REDUCE_GRAD)
 KINDS = (*COMPUTE, *SENDS, *RECEIVES, *WITHOUT_MICROBATCH, OVERLAP_F_B)
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)")
+_ACTION = re.compile(r"(\d{1,18})((?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|[FBIW])(\d{0,18})")
 _OVERLAP = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 _FORMAT = "# hocket schedule 1"
 
@@ -65,7 +65,7 @@ class Action:
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action",
+                f"{text[:60]!r} is not an action",
                 hint="stage, letter, microbatch: 2F0, 2SEND_F0, 2RECV_B1, 2B0, 2REDUCE_GRAD",
             )
         stage, kind, microbatch = match.groups()

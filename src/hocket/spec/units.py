@@ -91,10 +91,10 @@ def parse_duration(text: str) -> float:
     Raises:
         OptionError: another text.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)", text)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?(s|m|min|h|d)", text)
     if found is None or not float(found[1]) > 0:
         raise OptionError(
-            f"{text!r} is neither a number of steps nor a time such as 30m, 2h or 90s",
+            f"{text[:60]!r} is neither a number of steps nor a time such as 30m, 2h or 90s",
             hint="--save-every 30m",
         )
     return float(found[1]) * _TIMES[found[2]]

@@ -21,7 +21,7 @@ from hocket.spec.install import install_line
 
 TRAIN = "train"
 CARD = "README.md"
-_SELECTED = re.compile(r"(?P<base>.+?)(?::(?P<split>\w[\w.-]*))?(?:\[:(?P<limit>\d+)\])?")
+_SELECTED = re.compile(r"(?P<base>.+?)(?::(?P<split>\w[\w.-]*))?(?:\[:(?P<limit>\d{1,18})\])?")
 _REVISION = re.compile(r"(.+?)@([^@:\[\]]+)(.*)")
 _MOST_FILES = 100_000
 

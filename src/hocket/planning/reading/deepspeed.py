@@ -33,7 +33,7 @@ def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
     tp = number("tensor_parallel.autotp_size", 1) or 1
     cp = number("sequence_parallel_size", 1) or 1
     in_code = str(found.get("comment", ""))  # what `--emit` writes of the script
-    stages = re.search(r"PipelineModule\(layers, num_stages=(\d+)", in_code)
+    stages = re.search(r"PipelineModule\(layers, num_stages=(\d{1,18})", in_code)
     fields: dict[str, Any] = {"tp": tp, "cp": cp, "pp": 1}
     if stages:
         fields |= {"pp": degree(int(stages[1]), "num_stages"), "pipeline_split": "even"}
