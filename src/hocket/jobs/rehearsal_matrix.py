@@ -199,8 +199,7 @@ def judged(found: Rehearsed) -> tuple[str, str]:
     reasons += report.generated.get("faults", [])
     allowed = max((count for kind, count in HOST_STEPS.items() if layout.offloads(kind)), default=0)
     if layout.ep > 1:  # of every forward of a layer, on the stage with all of them
-        forwards = (layout.microbatches or 1) * (2 if layout.recompute == "full" else 1)
-        allowed += found.job.spec.config["num_hidden_layers"] * forwards
+        allowed += found.job.spec.config["num_hidden_layers"] * (layout.microbatches or 1)
     if sum(row["count"] for row in report.host_reads) > allowed:
         reasons += [
             f"host reads: {row['count']} x {row['what']} at {row['where']}"
