@@ -29,6 +29,14 @@ def test_every_make_target_exists() -> None:
     assert called <= targets
 
 
+def test_a_runner_without_its_gpus_fails() -> None:
+    """Its tests would be skipped, and the job would pass; so would those in fp8 without torchao."""
+    for gpus, job in enumerate(WORKFLOW["jobs"].values(), start=1):
+        _, first, packages, *_ = [step["run"] for step in job["steps"] if "run" in step]
+        assert f"assert torch.cuda.device_count() >= {gpus}," in first
+        assert shlex.split(packages)[-1] == ".[gpu]"
+
+
 def test_every_verb_parses() -> None:
     verbs = [shlex.split(run) for run in runs() if run.startswith(".venv/bin/hocket")]
     assert len(verbs) == len(WORKFLOW["jobs"]) == 2
