@@ -213,8 +213,7 @@ def test_a_mirrored_trace_is_that_of_its_own_groups() -> None:
     recv(first[1], PAIR, 0)
     to = {0: 2, 1: 3}
     second = [
-        Trace(to[t.rank], like=t, ranks=to, groups={op.group: moved(op.group) for op in t.ops})
-        for t in first
+        Trace(to[t.rank], like=t, groups={op.group: moved(op.group) for op in t.ops}) for t in first
     ]
     for rule in ("eager", "lazy"):
         assert simulate_nccl([*first, *second], rule).ok

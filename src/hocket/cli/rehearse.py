@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -153,13 +153,8 @@ def main(arguments: Sequence[str]) -> int:
         gpu=flags.gpu,
     )
 
-    from hocket.cli.progress import note
-
-    def say(line: str) -> None:
-        if sys.stderr.isatty():
-            note(line)
-
-    found = job.rehearse_job(prepared, ranks=flags.rank, on_phase=say)
+    with _phases() as say:
+        found = job.rehearse_job(prepared, ranks=flags.rank, on_phase=say)
     show_text(found.report.to_json() if flags.json else rehearsal_report(found))
     require_fit(found)
     if not flags.json:
@@ -167,6 +162,15 @@ def main(arguments: Sequence[str]) -> int:
         asked = {name: given[name] for name in (*PASSED, "global_batch") if name in written}
         show([*words, *option_words(asked)])
     return 0
+
+
+@contextlib.contextmanager
+def _phases(*, as_events: bool = False) -> Iterator[Callable[[str], None]]:
+    """What to call with what happens next."""
+    from hocket.cli.events import progress_of_phases
+
+    with progress_of_phases(as_json=as_events) as tell:
+        yield lambda name: tell({"event": "phase", "name": name})
 
 
 def _matrix(flags: RehearseFlags, written: Collection[str]) -> int:
@@ -213,7 +217,8 @@ def print_serving(spec: RunSpec, *, gpu: str, as_json: bool, as_event: bool = Fa
     from hocket.jobs.serving.rehearsal_fit import require_replica
     from hocket.jobs.serving.rehearse import rehearse_replica
 
-    found = rehearse_replica(spec, gpu=gpu)
+    with _phases(as_events=as_event) as say:
+        found = rehearse_replica(spec, gpu=gpu, on_phase=say)
     if as_event:
         from hocket.cli.events import print_result
 

@@ -15,21 +15,51 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import IO, Any, Self
 
 from hocket.spec import errors
 from hocket.spec.errors import HocketError, ModelError
+from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import RankRehearsal
 
 MOST = 2
 """Processes at once: each holds about 1 GB."""
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b: ")
 """The line of a traceback that names the exception."""
+LINES = 20
+"""Lines of progress at most, while ranks are executed."""
 LAST_WORDS = 5.0
 """Seconds to read what a worker wrote before it ended; a process that it started may hold it."""
 COMMAND = (sys.executable, "-m", "hocket.rehearsal.worker")
+
+
+def equal_ranks(
+    layout: Layout, vocabulary: int, *, first: bool, data: bool = False
+) -> dict[int, int]:
+    """Every rank to the first that does the same.
+
+    Args:
+        vocabulary: its rows, which tp divides into shards of which the last may be smaller.
+        first: tensor rank 0 does more than the others. data: ranks of dp differ.
+    """
+    most = -(-vocabulary // layout.tp)
+    earliest: dict[tuple[int, ...], int] = {}
+    found = {}
+    for rank in range(layout.world_size):
+        where = layout.coordinate(rank)
+        rows = min(most, max(0, vocabulary - most * where["tp"]))
+        own = int(first and where["tp"] == 0)
+        key = (where["pp"], where["cp"], rows, own, where["dp"] * data)
+        found[rank] = earliest.setdefault(key, rank)
+    return found
+
+
+def report_executed(done: int, count: int, say: Callable[[str], None]) -> None:
+    """A line of progress after as many ranks as keep them to `LINES`."""
+    if done % -(-count // LINES) == 0:
+        say(f"executed {done} of these {count}")
 
 
 class RehearsalWorkers:

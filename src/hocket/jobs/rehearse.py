@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.rehearsal_fit import require_inputs, require_size
 from hocket.jobs.rehearsal_reason import proxy_reason
-from hocket.jobs.rehearsal_workers import RehearsalWorkers, step_failed
+from hocket.jobs.rehearsal_workers import (
+    RehearsalWorkers,
+    equal_ranks,
+    report_executed,
+    step_failed,
+)
 from hocket.jobs.request import JobRequest
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.expert_dispatch import DEEPEP, DIRECT, settle_dispatch
@@ -248,7 +253,7 @@ def rehearse_job(
             else:
                 found = RankRehearsal.from_json(event["rank"])
                 executed[found.rank] = found
-                say(f"executed {len(executed)} of these {len(wanted)}")
+                report_executed(len(executed), len(wanted), say)
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
             raise proxy_reason(job.spec, step_failed(job.spec.model, found))
@@ -293,15 +298,7 @@ def representatives(job: RehearsedJob, ranks: str) -> dict[int, int]:
     if ranks == ALL:
         return {rank: rank for rank in range(layout.world_size)}
     vocabulary = int(job.spec.config.get("vocab_size") or 0)
-    most = -(-vocabulary // layout.tp)
-    first: dict[tuple[int, ...], int] = {}
-    found = {}
-    for rank in range(layout.world_size):
-        where = layout.coordinate(rank)
-        rows = min(most, max(0, vocabulary - most * where["tp"]))
-        key = (where["pp"], where["cp"], rows, int(layout.zero > 0 and where["tp"] == 0))
-        found[rank] = first.setdefault(key, rank)
-    return found
+    return equal_ranks(layout, vocabulary, first=layout.zero > 0)
 
 
 def _heaviest_first(job: RehearsedJob, ranks: Sequence[int]) -> list[int]:
@@ -334,14 +331,14 @@ def traces_of(executed: Mapping[int, RankRehearsal], stands_for: Mapping[int, in
             traces.append(originals[rank])
             continue
         found = executed[first]
-        groups, ranks = {}, {first: rank}
+        groups = {}
         for label in {op[1] for op in found.ops}:
             mine, theirs = _row(found, label, rank), _row(found, label, first)
             groups[(label, *theirs)] = (label, *mine)
-            if any(op[1] == label and (op[4] >= 0 or op[5] >= 0) for op in found.ops):
-                for one, other in zip(theirs, mine, strict=True):
-                    assert ranks.setdefault(one, other) == other, (first, rank, label)
-        traces.append(Trace(rank, originals[first], groups, ranks))
+            if any(op[1] == label and op[4] >= 0 for op in found.ops):
+                # A root is one rank for all; a neighbour depends on the place.
+                assert theirs.index(first) == mine.index(rank), (first, rank, label)
+        traces.append(Trace(rank, originals[first], groups))
     return traces
 
 

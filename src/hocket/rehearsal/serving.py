@@ -173,7 +173,7 @@ class ServingRehearsal:
             most = 2 * options.max_num_seqs * longest
             fitting = max(0, room // each) if each else most  # recurrent layers alone keep no keys
             num_blocks = max(longest, min(options.num_blocks or fitting, most))
-            graphs = runner.made(num_blocks, (options.max_num_seqs, _MOST_ROWS))
+            graphs = runner.made(num_blocks, options.max_num_seqs)
             assert runner.cache is not None
             memory.own("other", [*runner.cache.keys, *runner.cache.values])
             sampler = None
@@ -308,10 +308,11 @@ class _Runner(StageRunner):
         with _disable_current_modes():
             return super().context_step(plan)
 
-    def made(self, num_blocks: int, rows: tuple[int, ...]) -> DecodeGraphs | None:
-        """The cache, and graphs of a decode step where it is captured."""
+    def made(self, num_blocks: int, rows: int) -> DecodeGraphs | None:
+        """The cache, and the graph of a decode step of most rows where it is captured: smaller
+        ones hold the same kernels."""
         if self.context.size == 1:
-            return self.capture(num_blocks, rows)
+            return self.capture(num_blocks, (rows,))
         self.allocate(num_blocks)
         with _disable_current_modes():
             self.tables = BlockTables(self.max_num_seqs, self._max_blocks)

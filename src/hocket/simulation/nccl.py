@@ -84,7 +84,8 @@ class Trace:
     Args:
         rank: global rank.
         like: a trace whose operations this rank enqueues too, over groups of its own.
-        groups, ranks: for `like`: each of its groups, and each of its global ranks, to this rank's.
+        groups: for `like`: each of its groups to this rank's, whose ranks do what those at the
+            same places do.
 
     Attributes:
         ops: the operations in the order of their enqueueing.
@@ -96,13 +97,11 @@ class Trace:
         rank: int,
         like: Trace | None = None,
         groups: Mapping[Group, Group] | None = None,
-        ranks: Mapping[int, int] | None = None,
     ) -> None:
         self.rank = rank
         self.ops: list[EnqueuedOp] = [] if like is None else like.ops
         self.events: list[int] = [] if like is None else like.events
         self._groups = groups
-        self._ranks = ranks
 
     def enqueue(self, op: EnqueuedOp) -> EnqueuedOp:
         """Note an operation; returns it, to be waited for."""
@@ -131,13 +130,17 @@ class Trace:
     def peer(self, op: EnqueuedOp) -> int:
         """The other end of a send or receive, as this rank's."""
         assert op.peer is not None, op
-        return op.peer if self._ranks is None else self._ranks[op.peer]
+        return self._at_same_place(op, op.peer)
 
     def root(self, op: EnqueuedOp) -> int | None:
         """The root of a collective, as this rank's."""
-        if op.root is None or self._ranks is None:
-            return op.root
-        return self._ranks[op.root]
+        return None if op.root is None else self._at_same_place(op, op.root)
+
+    def _at_same_place(self, op: EnqueuedOp, rank: int) -> int:
+        if self._groups is None:
+            return rank
+        place: int = op.group.index(rank)
+        return self._groups[op.group][place]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

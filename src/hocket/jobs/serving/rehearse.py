@@ -4,14 +4,15 @@ CUDA tensors.
     model, layout -> worker processes execute ranks -> traces of all ranks of one replica
         -> NCCL's rules under both kinds of communicator, host reads, graphs, memory, kernels
 
-Tensor ranks above the first do the same as each other: one is executed for all of them. The parent
-imports no torch.
+Tensor ranks above the first that hold as much of the vocabulary do the same as each other: one is
+executed for all of them. The parent imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -221,13 +222,18 @@ def replica_of(server: PreparedServer) -> RunSpec:
 
 
 def rehearse_replica(
-    spec: RunSpec, *, gpu: str = "H100", workers: RehearsalWorkers | None = None
+    spec: RunSpec,
+    *,
+    gpu: str = "H100",
+    workers: RehearsalWorkers | None = None,
+    on_phase: Callable[[str], None] | None = None,
 ) -> ServingReport:
     """Execute the ranks of one replica and judge what they enqueue.
 
     Args:
         spec: of a replica. gpu: of the catalogue.
         workers: processes that are there already; None: started and ended here.
+        on_phase: called with what happens next.
 
     Raises:
         OptionError: an unknown GPU, too many layers, or no C++ compiler.
@@ -235,7 +241,7 @@ def rehearse_replica(
     """
     from hocket.jobs.rehearsal_reason import proxy_reason, require_pages
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
-    from hocket.jobs.rehearsal_workers import step_failed
+    from hocket.jobs.rehearsal_workers import equal_ranks, report_executed, step_failed
     from hocket.jobs.rehearse import device_of, group_rows, traces_of
     from hocket.models.source import run_source
     from hocket.simulation.nccl import RULES, simulate_nccl
@@ -256,9 +262,13 @@ def rehearse_replica(
         options.kv_cache_dtype, spec.workload.dtype, spec.config, cuda=True,
         capability=device.capability,
     )  # fmt: skip
-    require_size(spec.layout, run_source(spec).dimensions)
-    stands_for = _representatives(spec.layout)
+    dimensions = run_source(spec).dimensions
+    require_size(spec.layout, dimensions)
+    # Tensor rank 0 samples and gathers; of the data ranks only the first has rows in every step.
+    stands_for = equal_ranks(spec.layout, dimensions.vocab_size, first=True, data=True)
     wanted = sorted(set(stands_for.values()))
+    say = on_phase or (lambda text: None)
+    say(f"executing {len(wanted)} of {len(stands_for)} ranks on fake {device.name} GPUs")
     tasks = [_task(spec, device, rank) for rank in reversed(wanted)]
     expectation = {
         "task": "call",
@@ -278,6 +288,7 @@ def rehearse_replica(
                 continue
             found = RankRehearsal.from_json(event["value"]["rank"])
             executed[found.rank], said[found.rank] = found, event["value"]["serving"]
+            report_executed(len(executed), len(wanted), say)
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
             raise proxy_reason(spec, step_failed(spec.model, found))
@@ -297,22 +308,6 @@ def rehearse_replica(
         device_memory=device.memory,
         predicted=predicted,
     )
-
-
-def _representatives(layout: Layout) -> dict[int, int]:
-    """Every rank to the one that is executed for it: of each stage and context rank the first,
-    which samples and gathers, and the second for those after it."""
-    found: dict[int, int] = {}
-    first: dict[tuple[int, int, bool], int] = {}
-    for rank in range(layout.world_size):
-        where = layout.coordinate(rank)
-        # The last shard of a vocabulary that does not divide evenly is smaller: its own execution.
-        key = (where["pp"], where["cp"], where["tp"] in (0, layout.tp - 1))
-        if key[2]:
-            found[rank] = rank
-        else:
-            found[rank] = first.setdefault(key, rank)
-    return found
 
 
 def _task(spec: RunSpec, device: RehearsedDevice, rank: int) -> dict[str, Any]:
