@@ -14,8 +14,14 @@ import pytest
 
 from hocket.catalogue import models as catalogue
 from hocket.cli.main import main
+from hocket.jobs import prepare, resume
+from hocket.jobs.request import request
+from hocket.jobs.serving import request as serving_request
+from hocket.probing import devices
 from hocket.runtime import host_memory
-from hocket.spec.run import RunFolder
+from hocket.spec.errors import LayoutError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload
 
 pytestmark = pytest.mark.train
 
@@ -509,6 +515,57 @@ def test_a_model_far_too_large_is_rejected_by_its_configuration(
     assert f"hint: hocket {hint.replace('FOLDER', str(folder))}" in said
     if verb == "serve":  # rehearsed on GPUs of any memory, so its weights are what it lacks
         assert "has no weights" in refused(verb, str(folder), *rest, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("path", "local", "words"),
+    [
+        ("train", 2, "this machine: .* and 24 GB of memory"),
+        ("train", 1, "2 machines like this one: .* and 48 GB of memory"),
+        ("resume", 2, "this machine: .* and 24 GB of memory"),
+        ("serve", 2, "this machine: .* and 24 GB of memory"),
+        ("train", None, "2 GPUs: .* and 160 GB of memory"),
+        ("resume", None, "2 GPUs: .* and 160 GB of memory"),
+    ],
+)
+def test_a_model_far_too_large_is_rejected_on_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, local: int | None, words: str
+) -> None:
+    """A launcher's ranks, a resumed run and GPUs once went past this. `local`: ranks of the
+    launcher's two that are on this host; None: two GPUs, and no launcher."""
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 24_000_000_000)
+    monkeypatch.setattr(devices, "free_device_memory", lambda count: 80_000_000_000)
+    monkeypatch.setattr(prepare, "device_checked", lambda options: None)
+    world = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**world, "MASTER_PORT": 1}.items():
+        if local is not None:
+            monkeypatch.setenv(name, str(value))
+    config, layout = catalogue.config("llama-3-70b"), "dp2:zero=1"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {"model": str(tmp_path), "layout": layout, "device": "cpu" if local else "cuda"}
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    run.save(
+        RunSpec(
+            model=str(tmp_path),
+            config=config,
+            layout=Layout.parse(layout),
+            workload=Workload(global_batch=2),
+            options=TrainOptions(device=given["device"]),
+        )
+    )
+    asked: dict[str, Callable[[], object]] = {
+        "serve": lambda: serving_request.server({**given, "layout": "tp2"}),
+        "train": lambda: prepare.prepare_job(
+            request({**given, "dtype": "bf16"}), world_size=local and 2
+        ),
+        "resume": lambda: resume.resume_job(
+            request({"model": str(run.path), "run": str(run.path), "resume": True}),
+            world_size=local and 2,
+        ),
+    }
+    with pytest.raises(LayoutError, match=f"is too large for {words} is free"):
+        asked[path]()
 
 
 @pytest.mark.parametrize(

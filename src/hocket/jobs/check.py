@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.memory import reject_too_large
+from hocket.jobs.memory import free_memory, reject_too_large
 from hocket.jobs.precision import device_kind
 from hocket.jobs.prepare import job_spec
 from hocket.jobs.request import JobRequest
@@ -38,7 +38,8 @@ def reject_unchecked(
         each, what = 4.0 if base is None else QUANTIZED_BASES[base], "the weights"
     kind, serve = source.config.get("model_type"), "--serve " * served
     fix = f"hocket check {serve}--matrix --types {kind} --layouts {layout.axes_text()}"
-    reject_too_large(source, each * (2 if dtype == "fp64" else 1), what, fix, options)
+    each *= 2 if dtype == "fp64" else 1
+    reject_too_large(source, each, what, fix, free_memory(options))
 
 
 def check_layout(

@@ -44,34 +44,71 @@ PROPOSED = 3
 """Layouts that fit the GPUs, at most, among those that are named."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Memory that a job's ranks can have at most. `where`: on what."""
+
+    bytes: int
+    where: str
+
+
+def free_memory(
+    options: TrainOptions, *, ranks: int | None = None, offloads: bool = False
+) -> Free | None:
+    """The memory that is free for all ranks together; None where NVML does not report it.
+
+    Ranks of a launcher's world may each be on a host of its own, and GPUs of other hosts are taken
+    for as large as those of this one.
+
+    Args:
+        ranks: of the job, each on a GPU; None: as many as there are.
+        offloads: GPU ranks have the hosts' memory too.
+    """
+    from hocket.launch import joined_context
+    from hocket.runtime.host_memory import free_host_memory
+
+    context = joined_context()
+    hosts = 1 if context is None or context.one_machine else context.world_size
+    here = hosts * free_host_memory()
+    if not on_cuda(options):
+        return Free(here, "this machine" if hosts == 1 else f"{hosts} machines like this one")
+    from hocket.probing import devices
+
+    if ranks is None:
+        ranks = devices.visible_gpus() if context is None else context.world_size
+    each = devices.free_device_memory(ranks)
+    if each is None:
+        return None
+    return Free(ranks * each + offloads * here, f"{ranks} GPU{'s' * (ranks != 1)}")
+
+
 def reject_too_large(
-    source: ModelSource, each: float, what: str, fix: str, options: TrainOptions
+    source: ModelSource, each: float, what: str, fix: str, free: Free | None
 ) -> None:
-    """Reject, by its configuration alone, a model that CPU ranks of this machine cannot hold.
+    """Reject, by its configuration alone, a model that a job's ranks cannot hold.
 
     Args:
         each: bytes of a parameter that all ranks together hold at least. what: names them.
-        fix: the hint.
+        fix: the hint. free: `free_memory` of the job.
 
     Raises:
         LayoutError: half of what is expected is more than the memory that is free.
     """
-    from hocket.runtime.host_memory import free_host_memory
-
-    if on_cuda(options):
-        return
-    count, here = defaults.parameters(source.dimensions), free_host_memory()
-    if count * each * CERTAIN > here:
+    count = defaults.parameters(source.dimensions)
+    if free is not None and count * each * CERTAIN > free.bytes:
         raise LayoutError(
-            f"{source.name} is too large for this machine: {what} of about {format_count(count)} "
-            f"parameters take {_gb(count * each)} ({each:.3g} bytes each), and {_gb(here)} of "
-            "memory is free",
+            f"{source.name} is too large for {free.where}: {what} of about {format_count(count)} "
+            f"parameters take {_gb(count * each)} ({each:.3g} bytes each), and {_gb(free.bytes)} "
+            "of memory is free",
             hint=fix,
         )
 
 
-def reject_untrainable(source: ModelSource, workload: Workload, options: TrainOptions) -> None:
-    """`reject_too_large` for training. Raises LayoutError."""
+def reject_untrainable(
+    source: ModelSource, workload: Workload, options: TrainOptions, layout: Layout | None = None
+) -> None:
+    """`reject_too_large` for training. `layout`: None where it is to be chosen. Raises
+    LayoutError."""
     state = state_bytes(workload.dtype, options.grad_dtype, options.optimizer)
     each, what = state.total, "weights, gradients and optimizer state"
     if options.lora_rank is not None:
@@ -80,7 +117,12 @@ def reject_untrainable(source: ModelSource, workload: Workload, options: TrainOp
             float(state.weight) if base is None else QUANTIZED_BASES[base],
             "frozen weights",
         )
-    reject_too_large(source, each, what, planned(source, workload), options)
+    free = free_memory(
+        options,
+        ranks=None if layout is None else layout.world_size,
+        offloads=layout is not None and layout.offload != "none",
+    )
+    reject_too_large(source, each, what, planned(source, workload), free)
 
 
 def planned(source: ModelSource, workload: Workload) -> str:

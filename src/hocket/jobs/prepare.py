@@ -85,8 +85,9 @@ def prepare_job(
         links.checked_links(request.options, layout, joined=world_size is not None)
     memory.reject_memory_limit(request.options)
     precision.reject_precision(request.workload, request.options, layout, schedule)
-    if world_size is None and not any_size:
-        memory.reject_untrainable(source, request.workload, request.options)
+    if not any_size:
+        asked_for = None if request.auto else layout
+        memory.reject_untrainable(source, request.workload, request.options, asked_for)
     if not request.data:
         raise DataError(
             "no data was named",

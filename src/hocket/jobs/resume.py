@@ -250,13 +250,15 @@ def resume_job(request: JobRequest, *, world_size: int | None = None) -> Resumed
         workload=spec.workload,
         options=options,
     )
+    layout = spec.layout if request.auto else _layout(request, spec.layout)
+    fixed = None if request.auto or options.elastic else layout
+    memory.reject_untrainable(run_source(spec), spec.workload, options, fixed)
     fetch_again(spec)
     require_own_base(folder, spec)
     unsplit = Layout(microbatches=1)
     job = prepare.PreparedJob(
         request=own, source=run_source(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)
     )
-    layout = spec.layout if request.auto else _layout(request, spec.layout)
     ranks = elastic.ranks_there(request, options, layout, world_size)
     if ranks is not None:
         job = dataclasses.replace(job, request=elastic.chosen_for(own, ranks), layout=layout)

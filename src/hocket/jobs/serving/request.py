@@ -165,8 +165,8 @@ def server(
     trusted = wanted.options.trust_remote_code
     source = resolve_model(wanted.model, trust_remote_code=trusted, weights=False)
     layout = wanted.layout if wanted.auto else legal_server_layout(source, wanted.layout, device)
-    if not any_size and joined_world() is None and catalogue_entry(wanted.model) is None:
-        _require_size(source, wanted, options)
+    if not any_size and catalogue_entry(wanted.model) is None:
+        _require_size(source, wanted, options, layout)
     source = resolve_model(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
         entry = catalogue_entry(wanted.model)
@@ -259,14 +259,17 @@ def legal_server_layout(source: ModelSource, layout: Layout, device: str) -> Lay
     return dataclasses.replace(found, microbatches=None)
 
 
-def _require_size(source: ModelSource, wanted: JobRequest, options: ServeOptions) -> None:
-    """Reject weights that CPU ranks of this machine cannot hold. Raises LayoutError."""
-    from hocket.runtime.host_memory import free_host_memory
-
+def _require_size(
+    source: ModelSource, wanted: JobRequest, options: ServeOptions, layout: Layout
+) -> None:
+    """Reject weights that the ranks of a replica cannot hold. Raises LayoutError."""
+    ranks = None if wanted.auto else replica_layout(layout).world_size
+    free = memory.free_memory(wanted.options, ranks=ranks)
     each = 1.0 if options.quantization else state_bytes(wanted.workload.dtype).weight
-    halved = each == 4 and defaults.parameters(source.dimensions) * 2 < free_host_memory()
+    count = defaults.parameters(source.dimensions)
+    halved = each == 4 and free is not None and count * 2 < free.bytes
     fix = "--dtype bf16" if halved else f"hocket plan {source.name} --serve --cluster H100"
-    memory.reject_too_large(source, each, "weights", fix, wanted.options)
+    memory.reject_too_large(source, each, "weights", fix, free)
 
 
 def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokenizer:
