@@ -3,7 +3,7 @@
     $XDG_CACHE_HOME/hocket/kernels/HASH.so, else ~/.cache/hocket/kernels/HASH.so
 
 The hash is of the sources, the compiler's version, the flags and the processor's features, so that
-a home directory may be shared. Compiling takes two seconds, once; whoever comes meanwhile compiles
+a home directory may be shared. Compiling takes some seconds, once; whoever comes meanwhile compiles
 too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
 fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same, slower;
 `library_remark` has the reason and the fix. A processor may be taken for a lesser one, to see what
@@ -30,7 +30,9 @@ VARIABLE = "HOCKET_KERNELS"
 """0: compile and use no kernels. A name of `FORMS`: those of a lesser processor."""
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "half.c", "layer.c"))
 
-_SECONDS = 60.0
+# Only a compiler that hangs takes as long: ten seconds of a core are a minute where six programs
+# share it.
+_SECONDS = 900.0
 # Sums may be reordered, or they would not be vectorised. That numbers are finite is not assumed,
 # and how the processor treats the smallest numbers is not changed, as -ffast-math would.
 _FLAGS = (
