@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,10 @@ from tests.support.columns import layout_columns
 MODELS = ("llama-3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "gpt2")
 
 
-def parameters(model: ModelShape) -> tuple[float, float]:
-    """(experts, all others) of a whole model, a tied table once."""
+def parameters(model: ModelShape, names: Iterable[str] = ()) -> tuple[float, float]:
+    """(experts, all others) of a whole model, a tied table once, or of some blocks."""
     expert = total = 0.0
-    for name in (*model.layers, "embedding", *(() if model.tied else ("head",))):
+    for name in names or (*model.layers, "embedding", *(() if model.tied else ("head",))):
         block = model.blocks[name]
         stacked = tuple(p.name for p in block.products if p.groups > 1)
         for w in block.weights:
@@ -48,11 +49,11 @@ def parameters(model: ModelShape) -> tuple[float, float]:
     return expert, total - expert
 
 
-def held(model: ModelShape, tp: int) -> float:
+def held(model: ModelShape, tp: int, names: Iterable[str] = ()) -> float:
     """Dense parameters of `tp` tensor ranks as full as the first: norms and routers are on every
     rank, each key/value head on as many ranks as there are ranks for one, and odd vocabularies are
-    padded."""
-    names = (*model.layers, "embedding", *(() if model.tied else ("head",)))
+    padded. `names`: of some blocks alone."""
+    names = names or (*model.layers, "embedding", *(() if model.tied else ("head",)))
     stacked = {p.name for b in model.blocks.values() for p in b.products if p.groups > 1}
     total = 0.0
     for name in names:
@@ -122,10 +123,17 @@ def test_the_state_of_all_ranks_is_the_models_times_its_copies(name: str) -> Non
         everywhere = held(model, layout.tp)
         optimizer = 12 * (everywhere * holders / shared[0] + expert * same / shared[1])
         assert found.optimizer[0] * world == pytest.approx(optimizer, rel=1e-9), str(layout)
-        if layout.zero < 2:
-            whole = everywhere * holders + expert * same
-            assert found.gradients[0] * world == pytest.approx(4 * whole, rel=1e-9), str(layout)
-            assert found.weights[0] * world == pytest.approx(2 * whole, rel=1e-9), str(layout)
+        whole = everywhere * holders + expert * same
+        # Of what is sharded the largest layer is whole on every rank that shares it: of weights
+        # while it runs and the next one is gathered, of gradients until they are reduced.
+        kinds = dict.fromkeys(model.layers)
+        largest = max(held(model, layout.tp, (name,)) for name in kinds) * holders * (shared[0] > 1)
+        of_experts = max(parameters(model, (name,))[0] for name in kinds) * same * (shared[1] > 1)
+        sharded = everywhere * holders / shared[0] + expert * same / shared[1]
+        reduced = sharded + largest + of_experts if layout.zero > 1 else whole
+        gathered = sharded + 2 * (largest + of_experts) if layout.zero > 2 else whole
+        assert found.gradients[0] * world == pytest.approx(4 * reduced, rel=1e-9), str(layout)
+        assert found.weights[0] * world == pytest.approx(2 * gathered, rel=1e-9), str(layout)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -108,6 +108,20 @@ def test_every_ranked_layout_is_one_that_the_stack_can_run(name: str) -> None:
                 tool_rules.RULES[stack.tool](text, facts(bounded, found.layout))
 
 
+def test_schedules_are_those_that_each_software_has() -> None:
+    """Narayanan et al. 2021 of Megatron, whose later versions have no other; DeepSpeed's
+    PipelineEngine runs 1F1B alone; ZB-V is torchtitan's."""
+    known = {
+        name: set(stack.limits.schedules)
+        for name, stack in STACKS.items()
+        if "pp" in stack.limits.axes
+    }
+    assert {name for name in known if "zb-v" in known[name]} == {"fsdp", "fsdp-compiled"}
+    assert known["deepspeed"] == {"1f1b"}
+    for name in ("megatron", "megatron-2022", "megatron-core", "nemo", "megascale"):
+        assert known[name] == {"1f1b", "interleaved"}
+
+
 def test_every_stack_has_a_version_and_years() -> None:
     assert {*STACKS, OWN} == set(stacks())
     for stack in STACKS.values():
