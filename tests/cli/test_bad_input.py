@@ -697,8 +697,37 @@ MANY = "9" * 5000
         f"train tiny-llama --layout dp2 --data TEXT --save-every {MANY}",
         f"train tiny-llama --layout dp2 --data TEXT --save-every {MANY}s",
         f"train tiny-llama --data TEXT --layout dp2 --emulate-links nvlink3x{MANY}+net100g",
+        "rehearse tiny-mixtral --layout dp999999999999999999.ep7",
     ],
     ids=lambda words: words.replace(MANY, "9...9"),
 )
 def test_a_number_of_more_digits_than_int_reads(refused: Run, text: str, words: str) -> None:
     assert refused(*words.replace("TEXT", text).split())
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml"])
+@pytest.mark.parametrize("value", [MANY, "[" * 5000 + "]" * 5000], ids=["9...9", "[...]"])
+def test_a_file_of_options_that_no_parser_reads(
+    refused: Run, tmp_path: Path, suffix: str, value: str
+) -> None:
+    file = tmp_path / f"options{suffix}"
+    file.write_text(f"steps {'=' if suffix == '.toml' else ':'} {value}\n")
+    assert "cannot be read as" in refused("train", "tiny-llama", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train tiny-llama --data TEXT --layout pp2 --microbatches 1000000000",
+         "1,000,000,000 microbatches in 2 stages; a step has at most 500,000"),
+        ("plan MODEL --cluster 8xH100-SXM", "num_hidden_layers is 1000000000 in"),
+        ("plan MODEL --serve --cluster 8xH100-SXM", "num_hidden_layers is 1000000000 in"),
+        ("train MODEL --data TEXT --layout pp2", "num_hidden_layers is 1000000000 in"),
+    ],
+)  # fmt: skip
+def test_counts_that_no_memory_holds_one_by_one(
+    refused: Run, tmp_path: Path, text: str, words: str, message: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY | {"num_hidden_layers": 10**9}))
+    assert message in refused(*words.replace("TEXT", text).replace("MODEL", str(file)).split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import struct
 from typing import Any
 
@@ -21,6 +22,8 @@ TOKENS = (
     '"', "\\", ",", ":", "=", "\x00", "\n", "\r\n", " ", "#", "'", "\ufeff", "\u202e", "F", "B",
     "SEND_F", "[[", "]]", ".", "..", "/", "*",
 )  # fmt: skip
+NUMBERS = (b"9" * 5000, b"1" + b"0" * 18, b"1000000000")
+"""More digits than int() reads, more than a loop ends after, and more than memory holds."""
 
 
 DEEP = "so deep that a parser gives up"
@@ -81,7 +84,8 @@ def mutated(value: Any, rng: random.Random) -> Any:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes with one to four changes: flipped, cut, repeated, or with other words in them."""
+    """Bytes with one to four changes: flipped, cut, repeated, or with other words in them; and a
+    tenth of them with a number that is far too large."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(data) + 1)
         end = min(len(data), at + rng.choice((1, 2, 8, 64)))
@@ -101,6 +105,10 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             if digits:
                 at = rng.choice(digits)
                 data = data[:at] + rng.choice(TOKENS[:5]).encode() + data[at + 1 :]
+    numbers = list(re.finditer(rb"\d+", data)) if rng.random() < 0.1 else []
+    if numbers:
+        number = rng.choice(numbers)
+        data = data[: number.start()] + rng.choice(NUMBERS) + data[number.end() :]
     return data
 
 

@@ -32,6 +32,12 @@ def test_nothing_from_outside_ends_in_anything_but_an_error(name: str) -> None:
     assert found.right + found.errors == found.inputs
 
 
+def test_the_page_has_every_kind() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/fuzzing.md").read_text()
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    assert rows - {"kind"} == KINDS.keys() - {HUB}
+
+
 FOUND = [
     ("server's forecast.json", 4898), ("server's measured.json", 3793),
     ("server's measured.json", 8949),

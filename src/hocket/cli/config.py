@@ -269,7 +269,7 @@ def _options(path: str, verb: str = "train") -> dict[str, Any]:
             f"{path} is a folder; options belong in a TOML or YAML file",
             hint=f"--config {file / 'run.toml'}",
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of long numbers, of deep arrays
         suffix = "; YAML has the suffix .yaml" if isinstance(error, tomllib.TOMLDecodeError) else ""
         raise OptionError(
             f"{path} cannot be read as TOML: {error}{suffix}",
@@ -300,7 +300,7 @@ def _yaml(text: str, path: str, verb: str) -> dict[str, Any]:
 
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
         raise OptionError(

@@ -156,6 +156,7 @@ def model_shape(model: str) -> ModelShape:
     if name is not None:
         return dataclasses.replace(shapes.shape(name), name=model)
     found = source.resolve_model(model, weights=False)
+    found.dimensions  # noqa: B018  rejects what no trace would come to the end of
     from hocket.models.trace import trace
 
     return trace(found.config, name=model)

@@ -28,6 +28,8 @@ _NAMES = {
         "conv_kernel_size", "conv_kernel",
     ),
 }  # fmt: skip
+MOST_LAYERS, MOST_SIZE = 100_000, 2**31 - 1
+"""Of a model, and of each of its dimensions: a layer is named, and built on the meta device."""
 _KINDS = ("layer_types", "layers_block_type")
 """A list of what each layer is, which says how many there are where nothing else does."""
 _CONVOLVED = ("linear", "conv", "mamba", "hybrid", "recurrent")
@@ -96,10 +98,11 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
                 f"the configuration of {model_type!r} has no {_NAMES[noun][0]}, "
                 "and transformers has no default for it"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        most = MOST_LAYERS if noun == "num_layers" else MOST_SIZE
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ModelError(
                 f"{_NAMES[noun][0]} is {value!r} in the model's configuration; "
-                "it must be a whole number of at least 1"
+                f"it must be a whole number of at least 1 and at most {most:,}"
             )
         return value
 

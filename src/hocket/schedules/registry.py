@@ -31,6 +31,9 @@ _BUILDERS: dict[str, Builder] = {
 _PLACES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"zb-v": v_shape}
 """Stage to pipeline rank (of pp and virtual stages), where it is not stage s on rank s mod pp."""
 
+MOST_FORWARDS = 500_000
+"""In a schedule; an action takes some 150 bytes."""
+
 NAMES = tuple(_BUILDERS)
 """Every schedule that has a name."""
 
@@ -47,6 +50,12 @@ def build_schedule(layout: Layout, num_microbatches: int, *, checked: bool = Tru
     """
     if num_microbatches < 1:
         raise ScheduleError(f"a step of {num_microbatches} microbatches; it needs at least 1")
+    if layout.num_stages * num_microbatches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"{num_microbatches:,} microbatches in {layout.num_stages:,} stages; a step has at "
+            f"most {MOST_FORWARDS:,} forwards, all stages' together",
+            hint=f"--microbatches {max(1, MOST_FORWARDS // layout.num_stages)}, or fewer",
+        )
     name = layout.schedule
     if name not in _BUILDERS:
         if Path(name).is_file():

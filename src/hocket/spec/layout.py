@@ -494,6 +494,6 @@ def _value(key: str, text: str) -> Any:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    """All divisors of a positive number, ascending; beyond 2^40, which no layout has, only some."""
+    small = [n for n in range(1, min(math.isqrt(number), 1 << 20) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
