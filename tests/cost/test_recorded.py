@@ -37,11 +37,12 @@ CASES = [
     ("tp2:recompute=full", "llama", 2),
     ("tp2:recompute=full,recompute_layers=1,microbatches=2", "mixtral", 2),
     ("tp2:recompute=full", "gemma3", 2),  # a norm stands behind the last sum
-    ("tp2:recompute=selective", "llama", 2),
+    ("tp2:recompute=core_attn+mlp", "llama", 2),
     ("dp2.pp2.tp2:zero=2,microbatches=2,recompute=full,schedule=zero-bubble", "gpt2", 8),
     ("tp2:sequence_parallel=true", "llama", 2),
     ("tp2:microbatches=2,recompute=full,recompute_layers=1,sequence_parallel=true", "mixtral", 2),
     ("tp2:recompute=full,sequence_parallel=true", "gemma3", 2),
+    ("tp2:recompute=norm+mlp,recompute_layers=3,sequence_parallel=true", "gemma3", 2),
     ("dp2.ep2", "mixtral", 2),
     ("dp2.ep2:zero=3,microbatches=2", "mixtral", 2),
     ("dp4.ep2:microbatches=2", "mixtral", 4),

@@ -420,6 +420,7 @@ def rejected(context: Any) -> dict[str, str]:
         "falcon alibi": ("falcon", {"alibi": True, "bias": True}, "tp2"),
         "gpt_neox_japanese": ("gpt_neox_japanese", {}, "tp2:sequence_parallel=true"),
         "mixtral pp2": ("mixtral", {"output_router_logits": True, "num_local_experts": 2}, "pp2"),
+        "opt mlp": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "dp2:recompute=mlp"),
         "bamba z-loss": (
             "bamba",
             {

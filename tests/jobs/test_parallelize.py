@@ -109,6 +109,8 @@ def test_what_the_proxy_check_rejects_is_rejected_before_a_step(ranks) -> None:
         assert "the gradient of" in found["gpt_neox_japanese"]
         assert "sequence parallelism" in found["gpt_neox_japanese"]
         assert "output_router_logits" in found["mixtral pp2"]
+        assert "no layer of the model has a feed-forward module (mlp)" in found["opt mlp"]
+        assert found["opt mlp"].endswith(" | recompute='full'")
         assert "z_loss_coefficient" in found["bamba z-loss"]
 
 

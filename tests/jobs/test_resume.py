@@ -97,7 +97,7 @@ def test_the_layout_that_is_asked_for(tmp_path: Path, given: dict[str, Any], lay
         ({"layout": "dp3"}, "global batch of 16 does not divide over dp 3", "--layout dp"),
         ({"layout": "tp3"}, "attention heads do not divide over tp 3", "--layout tp"),
         ({"layout": "pp32"}, "layers cannot be cut into 32 stages", "--layout"),
-        ({"layout": "dp1:recompute=norm+mlp"}, "unknown recompute 'mlp'", ""),
+        ({"layout": "dp1:recompute=norm+moe"}, "unknown recompute 'moe'", ""),
         ({"layout": "pp2", "microbatches": 3}, "does not divide into 3", "--microbatches"),
         ({"layout": "dp2", "offload": "activations"}, "are already in host memory", ""),
         ({"pipeline_split": "1-2-1"}, "names 3 stages", ""),

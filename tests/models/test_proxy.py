@@ -67,6 +67,26 @@ def test_families_that_break_in_silence_are_refused(model_type, words):
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("llama", {}),
+        ("deepseek_v3", {}),  # its first layers are dense
+        ("mixtral", {"feed_forward": "not a mixture of experts"}),
+        ("opt", {"feed_forward": "feed-forward module"}),  # linear layers of the layer itself
+        ("bloom", {"cores": "cannot be recomputed by themselves"}),
+    ],
+)
+def test_what_a_model_cannot_recompute(model_type, words):
+    from hocket.models.skeleton import config_of
+
+    found = proxy.try_recompute(config_of({"model_type": model_type}), "sdpa")
+    assert {part for part, reason in found.items() if reason} == words.keys()
+    for part, said in words.items():
+        assert said in found[part]
+
+
+@pytest.mark.torch
 def test_a_proxy_keeps_switches_and_shrinks_sizes():
     from hocket.models.proxy import proxy_of
     from hocket.models.skeleton import config_of

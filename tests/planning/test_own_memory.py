@@ -59,6 +59,8 @@ LAYOUTS = (
     "dp2.tp4:microbatches=4,sequence_parallel=true,recompute=norm+activation",
     "dp2.pp4:microbatches=8,recompute=norm+activation,schedule=zero-bubble",
     "dp2.pp4:microbatches=8,recompute=norm+activation,schedule=zb-v,virtual_stages=2",
+    "dp2.tp4:microbatches=4,sequence_parallel=true,recompute=norm+activation+mlp",
+    "dp2.pp4:microbatches=8,recompute=norm+mlp,schedule=zero-bubble",
     "dp2.pp4:microbatches=8,recompute=full,schedule=zero-bubble",
     "dp2.pp4:microbatches=8,recompute=full,schedule=zb-v,virtual_stages=2",
     "dp2.pp4:microbatches=8,offload=activations",

@@ -206,7 +206,8 @@ def test_kinds_of_files_that_share_an_ending() -> None:
 @pytest.mark.parametrize(
     ("given", "value"),
     [("layernorm moe_act", "norm+activation"), ("mla_up_proj layernorm moe_act", CHEAP),
-     ("core_attn", "selective"), ("layernorm", "norm"), ("mlp", None), ("layernorm moe", None)],
+     ("core_attn", "selective"), ("layernorm", "norm"), ("layernorm mlp", "norm+mlp"),
+     ("layernorm moe", None)],
 )  # fmt: skip
 def test_modules_that_megatron_recomputes_are_read(given: str, value: str | None) -> None:
     text = f"--recompute-granularity selective --recompute-modules {given} --micro-batch-size 1"

@@ -220,6 +220,8 @@ def test_modules_that_are_recomputed() -> None:
     assert "cfg.model.recompute_modules = ['layernorm', 'moe_act']\n" in bridge
     latent = dataclasses.replace(EXPERTS, shape=shape("deepseek-v3"))
     assert "layernorm moe_act mla_up_proj" in emitted("megatron", text, latent)
+    dense = tool_rules.flags(emitted("megatron", "dp32:zero=1,recompute=norm+mlp"))
+    assert dense["--recompute-modules"] == "layernorm mlp"
     eight = tool_rules.flags(
         emitted("megatron", text, dataclasses.replace(EXPERTS, precision="fp8"))
     )

@@ -117,7 +117,7 @@ def megatron(text: str, facts: Facts) -> None:
     else:
         assert not {"--recompute-method", "--recompute-num-layers"} & set(found)
     modules = set(found.get("--recompute-modules", "").split())
-    assert modules <= {"layernorm", "moe_act", "mla_up_proj"}
+    assert modules <= {"layernorm", "moe_act", "mla_up_proj", "mlp"}
     assert not modules or found["--recompute-granularity"] == "selective"
     assert "moe_act" not in modules or "--moe-grouped-gemm" in found
     if {"layernorm", "moe_act"} & modules and "--fp8-format" in found:

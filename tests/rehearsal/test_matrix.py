@@ -260,10 +260,12 @@ def test_an_error_of_ours_keeps_its_hint(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.ranks
 def test_what_cannot_be_is_rejected_and_the_rest_goes_on() -> None:
-    cases = [_case("dp1:recompute=norm+mlp"), _case("tp2")]
+    experts = dataclasses.replace(_case("dp1:recompute=mlp"), model="tiny-mixtral")
+    cases = [_case("dp1:recompute=norm+moe"), experts, _case("tp2")]
     found = rehearse_matrix(cases, workers=1)
-    assert [cell.outcome for cell in found.cells] == [REJECTED, OK]
-    assert "unknown recompute 'mlp'" in found.cells[0].reason
+    assert [cell.outcome for cell in found.cells] == [REJECTED, REJECTED, OK]
+    assert "unknown recompute 'moe'" in found.cells[0].reason
+    assert "no layer of the model has a feed-forward module (mlp)" in found.cells[1].reason
 
 
 @pytest.mark.ranks

@@ -369,7 +369,7 @@ def test_fewer_layers_are_rehearsed_when_asked_for() -> None:
     ("change", "message"),
     [
         ({"layout": "dp3.tp3"}, "attention heads do not divide over tp 3"),
-        ({"layout": "dp1:recompute=norm+mlp"}, "recompute"),
+        ({"layout": "dp1:recompute=norm+moe"}, "recompute"),
         ({"layout": "dp3.ep3", "model": "tiny-mixtral"}, "ep"),
         ({"layout": "dp2", "gpu": "H1000"}, "H1000"),
         ({"layout": "dp2", "gpu": "MI300X"}, "no CUDA"),

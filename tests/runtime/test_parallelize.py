@@ -130,7 +130,8 @@ def test_a_meta_module_is_left_whole() -> None:
     [
         ("tp2", LayoutError, "the world has 1"),
         ("pp2", LayoutError, "need a schedule"),
-        ("dp1:recompute=norm+mlp", LayoutError, "unknown recompute 'mlp'"),
+        ("dp1:recompute=norm+moe", LayoutError, "unknown recompute 'moe'"),
+        ("dp1:recompute=mlp", ModelError, "no layer of the model has a feed-forward module"),
         ("tp3", LayoutError, "8 attention heads do not divide over tp 3"),
     ],
 )

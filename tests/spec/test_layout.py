@@ -16,7 +16,7 @@ recomputed = st.sampled_from(
         ("full", None),
         ("full", 1),
         ("selective", 12),
-        ("norm+mla_up", 1),
+        ("norm+mla_up+mlp", 1),
     ]
 )
 

@@ -11,7 +11,7 @@ import pytest
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.proxy_verdict import ProxyVerdict, reject
+from hocket.spec.proxy_verdict import ProxyVerdict, reject, verdict_fields
 
 GRID = list(itertools.product(range(1, 25), repeat=2))
 
@@ -114,12 +114,14 @@ def test_narrowed_layouts_can_be() -> None:
         ("dp2.tp2.ep4.etp1", "tensors", "dp2.ep2"),
         ("cp2.ep2", "context", "dp1"),
         ("dp2.cp2.ep4", "context", "dp2.ep2"),
+        ("dp2:recompute=norm", "layers", "--recompute none"),
+        ("dp2:recompute=selective", "cores", "--recompute full"),
+        ("dp2:recompute=norm+mlp", "feed_forward", "--recompute full"),
     ],
 )
-def test_a_rejection_of_a_layout_with_experts_gives_its_reason(
-    layout: str, part: str, hint: str
-) -> None:
+def test_a_rejection_of_a_layout_gives_its_reason(layout: str, part: str, hint: str) -> None:
     known = ProxyVerdict(**{part: "for a reason"})
+    split = Layout.parse(layout)
     with pytest.raises(ModelError, match="for a reason") as caught:
-        reject(known, [part], Layout.parse(layout), "m", "llama")
+        reject(known, verdict_fields(split), split, "m", "llama")
     assert caught.value.hint == hint

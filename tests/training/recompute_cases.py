@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hocket.launch import RankContext
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 
+if TYPE_CHECKING:
+    from hocket.runtime.parallel import Parallel
+
 S, ROWS = 64, 2
+
+
+def counted_activations(parallel: Parallel) -> list[None]:
+    """A list that grows by one with each call of an activation function of the model."""
+    calls: list[None] = []
+    for stage in parallel.stages:
+        for module in stage.module.modules():
+            if type(module).__module__.endswith(".activations"):
+                module.register_forward_pre_hook(lambda *_: calls.append(None))
+    return calls
 
 
 def modes(
@@ -20,9 +33,11 @@ def modes(
     dropout: float = 0.0,
     attention: str = "sdpa",
     dtype: str = "fp32",
+    predicts: bool = True,
 ) -> list[dict[str, Any]]:
     """For each mode: losses of two steps, the gradients of the second (crc by name), the counted
-    bytes of the first, and what was predicted of this rank."""
+    bytes of the first, how often it called activation functions, and with `predicts` the bytes
+    that were predicted of this rank."""
     import zlib
 
     import torch
@@ -63,6 +78,7 @@ def modes(
         _, _, _, parallel = build_model(spec, mesh, schedule)
         # On CPU it is refused: here every saved tensor goes to another place all the same.
         moved = offloaded_to_host(parallel, least=1, host=True) if "moved" in mode else []
+        calls = counted_activations(parallel)
         optimizer = build_optimizer(parallel, spec.options)
         optimizer.state_tensors()
         memory = MemoryCount(parallel.tensors(), optimizer.tensors, mesh.device)
@@ -75,7 +91,7 @@ def modes(
                 parallel.clip_grad_norm(0.0)
                 optimizer.step(1e-3)
             if number == 0:
-                counted = memory.memory.to_json()
+                counted, called = memory.memory.to_json(), len(calls)
             parallel.begin_unshard()
         gradients = parallel.gradients()
         found.append(
@@ -87,7 +103,10 @@ def modes(
                 },
                 "bytes": counted,
                 "moved": sum(each.bytes for each in moved),
-                "predicted": forecast_memory(spec, schedule)[context.rank].to_json(),
+                "calls": called,
+                "predicted": forecast_memory(spec, schedule)[context.rank].to_json()
+                if predicts
+                else None,
             }
         )
     return found

@@ -3,11 +3,18 @@ was said."""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hocket.cli.main import main
+from hocket.launch import Launcher
+from hocket.models.source import resolve_model
 from hocket.spec.errors import HocketError
+from hocket.spec.proxy_verdict import ProxyVerdict, verdict_file, write_verdict
+from hocket.spec.recompute import NO_FEED_FORWARD
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -18,6 +25,7 @@ MODES: list[dict[str, Any]] = [
     {"recompute": "full", "recompute_layers": 1},
     {"recompute": "full"},
     {"recompute": "norm+activation"},
+    {"recompute": "norm+mlp"},
 ]
 LLAMA = {
     "model_type": "llama",
@@ -63,12 +71,15 @@ def test_no_bit_is_changed(
         *MODES,
         {"moved": True},
         {"moved": True, "recompute": "selective"},
-        {"moved": True, "recompute": "core_attn+norm+activation"},
+        {"moved": True, "recompute": "core_attn+norm+activation+mlp"},
     ]
-    for plain, *others in run(ranks, size, layout=layout, modes=modes, **options):
-        assert len(others) == 7
+    found = run(ranks, size, layout=layout, modes=modes, predicts=False, **options)
+    for plain, *others in found:
+        assert len(others) == 8
         *_, moved, fewer, least = (other["moved"] for other in others)
         assert moved > fewer > least > 0
+        _, full, modules, mlp = (other["calls"] for other in others[1:5])
+        assert full == mlp == 2 * modules == 2 * plain["calls"] > 0  # it runs again
         for other in others:
             assert other["losses"] == plain["losses"]
             assert other["gradients"] == plain["gradients"]
@@ -91,13 +102,34 @@ def test_less_is_held_and_predicted(
             measured, predicted = row["bytes"], row["predicted"]
             assert measured["total"] == pytest.approx(predicted["total"], rel=0.05), rank
             assert measured["activations"] == pytest.approx(predicted["activations"], rel=0.05)
-    none, selective, one, full, modules = (row["bytes"]["activations"] for row in found[0])
+    none, selective, one, full, modules, mlp = (row["bytes"]["activations"] for row in found[0])
     assert full < one < none
     assert full < selective < none
     assert full < modules < 0.75 * none
+    assert mlp < 0.8 * modules
 
 
 def test_a_core_that_cannot_be_distinguished_is_refused(ranks: RankPool) -> None:
     with pytest.raises(HocketError, match="attention") as caught:
         run(ranks, 1, layout="dp1", modes=[{"recompute": "selective"}], config=BLOOM)
-    assert caught.value.hint == "recompute=full"
+    assert caught.value.hint == "--recompute full"
+
+
+def test_what_a_model_does_not_have_is_rejected_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the verdict on its proxy model, which is known (`test_proxy` reaches it)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known = ProxyVerdict(loss="", shifts=True, layers="", feed_forward=NO_FEED_FORWARD)
+    write_verdict(verdict_file(resolve_model("tiny-mixtral").config, "sdpa"), known)
+    monkeypatch.setattr(Launcher, "run", lambda *_, **__: pytest.fail("a rank was started"))
+    data = tmp_path / "text"
+    data.write_text("one two three " * 200)
+    options = ["--seq-len", "32", "--global-batch", "2", "--steps", "1"]
+    for verb, more in (("train", ["--data", str(data)]), ("check", [])):
+        words = [verb, "tiny-mixtral", *more]
+        assert main([*words, "--layout", "dp2:recompute=norm+mlp", *options]) == 2
+        said = capsys.readouterr().err
+        assert "tiny-mixtral (mixtral) cannot be trained with recompute=norm+mlp: no layer" in said
+        fix = shlex.join([*words, "--layout", "dp2", *options, "--recompute", "full"])
+        assert f"hint: hocket {fix}\n" in said

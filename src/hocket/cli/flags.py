@@ -47,7 +47,7 @@ class LayoutFlags:
         zero: ZeRO stage: shards the optimizer state (1), gradients (2) and parameters (3) over data
             ranks. One of: 0, 1, 2, 3.
         recompute: activations to recompute in backward: full (each layer from its input), modules
-            of each layer, as in norm+activation (norm, activation, mla_up, core_attn), or
+            of each layer, as in norm+activation (norm, activation, mla_up, mlp, core_attn), or
             selective, which is core_attn (default: none).
         sequence_parallel: compute norms and residuals on 1/tp of the sequence.
         schedule: pipeline schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the

@@ -86,7 +86,8 @@ def block_times(
     element = np.asarray(constants.element_bytes)
     fused = fuses_gradients(constants)
     device = FittedDevice(platform)
-    latent = np.zeros_like(tokens)
+    latent = fed = np.zeros_like(tokens)
+    stops = np.asarray(constants.eager_saved) > 0  # hocket, before what nothing else needs
     uneven = imbalance_of(at, constants)
     for p in block.products:
         m, n, k, batch = local_matmul(p, tokens, at, shards=p.shards, imbalance=uneven)
@@ -95,6 +96,7 @@ def block_times(
         once, of_input = once + cast * k, of_input + cast * n
         forward, inputs, weights = forward + once, inputs + of_input, weights + of_weight
         latent = latent + once if p.latent else latent
+        fed = fed + np.where(stops & p.stops, 0.0, once) if p.feed_forward else fed
     adding = local_trained(block, at).total * (element + 2 * grad) / memory
     apart = (at.microbatches > 1) & block.layer & ~fused
     weights = weights + np.where(apart, adding, 0.0)
@@ -105,9 +107,10 @@ def block_times(
     moved = traffic * block.forward.on_rank(at)
     forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
     # At most: every memory-bound operation of forward. Norms are outside, activations inside.
+    inside = traffic * (block.forward.inside / at.tp + block.forward.whole)
     modules = {
         "mla_up": latent,
-        "activation": traffic * (block.forward.inside / at.tp + block.forward.whole),
+        "activation": inside,
         "norm": traffic * block.forward.outside / stream_ranks(at),
     }
     moved = traffic * block.backward.on_rank(at)
@@ -120,9 +123,11 @@ def block_times(
         apart = element * sorting * uneven * tokens / memory + constants.expert_time
         forward, inputs = forward + apart, inputs + apart
 
-    talk, talk_backward, talk_again, ulysses = _communication(
+    talk, talk_backward, talk_again, talk_fed, ulysses = _communication(
         block, model, at, tokens, platform, core=core_forward, samples=tokens * at.cp / seq_len
     )
+    if block.has_feed_forward:
+        modules["mlp"] = fed + inside + talk_fed
     summed = float(block.sums[0] + block.expert_sums[0])
     waiting = np.where(at.tp > 1, summed * constants.skew * (at.tp / 8.0) ** 2, 0.0)
     cpu = kernels * constants.kernel_time + waiting
@@ -131,8 +136,8 @@ def block_times(
     again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
     by_module = np.zeros_like(again, dtype=bool)
     for kind, seconds in modules.items():
-        again = again + np.where(at.recomputes(kind), seconds, 0.0)
-        by_module |= at.recomputes(kind)
+        again = again + np.where(at.recomputes_in(block, kind), seconds, 0.0)
+        by_module |= at.recomputes_in(block, kind)
     again = np.where(full, forward + talk_again, again)
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
     again_cpu = again_cpu + np.where(by_module, 0.3 * cpu, 0.0)
@@ -145,7 +150,10 @@ def block_times(
         forward=_bound(forward + talk, cpu, norm),
         inputs=whole - weights,
         weights=weights,
-        exposed=talk + talk_backward + np.where(full & block.layer, talk_again, 0.0),
+        exposed=talk
+        + talk_backward
+        + np.where(full & block.layer, talk_again, 0.0)
+        + np.where(at.recomputes("mlp") & block.layer, talk_fed, 0.0),
         ulysses=ulysses,
     )
 
@@ -207,9 +215,10 @@ def _communication(
     *,
     core: Floats,
     samples: Floats,
-) -> tuple[Floats, Floats, Floats, Floats]:
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Seconds of exposed tensor, context and expert communication: forward, backward, and forward
-    of a layer that is run again; and 1 where context parallelism is by all-to-alls."""
+    of a layer, and of a feed-forward layer, that is run again; and 1 where context parallelism is
+    by all-to-alls."""
     constants = platform.constants
     size = constants.element_bytes * tokens * model.hidden
     one = np.ones_like(tokens)
@@ -227,7 +236,10 @@ def _communication(
     forward = (leave * adds + enter * gathers) * exposed
     backward = (enter * adds + leave * gathers) * exposed
     # hocket stops a layer that is run again before what ends it is summed.
-    left = np.where(np.asarray(constants.eager_saved) > 0, (leave - kept) * adds * exposed, 0.0)
+    stops = np.asarray(constants.eager_saved) > 0
+    left = np.where(stops, (leave - kept) * adds * exposed, 0.0)
+    sums, entered, inner = block.feed_forward_sums
+    fed = (np.where(stops, inner, sums) * adds + entered * gathers) * exposed
     ulysses = np.zeros(tokens.shape)
     if np.any(at.cp > 1) and block.cores:
         exchange = context_times(block.cores, at, tokens, core, platform)
@@ -249,4 +261,4 @@ def _communication(
         moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
         moved = moved * constants.expert_exposed
         forward, backward = forward + moved, backward + moved
-    return forward, backward, forward - left, ulysses
+    return forward, backward, forward - left, fed, ulysses

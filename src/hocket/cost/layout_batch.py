@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.terms import Floats, Terms
+from hocket.cost.terms import BlockTerms, Floats, Terms
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import OFFLOAD, Layout
 from hocket.spec.recompute import BITS
@@ -82,6 +82,14 @@ class Layouts:
     def recomputes(self, kind: str) -> np.ndarray:
         """[r] bool: layers run again in backward (`full`), or modules of this kind."""
         found: np.ndarray = (self.recompute.astype(int) & BITS[kind]) != 0
+        return found
+
+    def recomputes_in(self, block: BlockTerms, kind: str) -> np.ndarray:
+        """[r] bool: modules of this kind of a block are recomputed; activation functions, where
+        they are not part of a feed-forward layer that is."""
+        found = self.recomputes(kind)
+        if kind == "activation" and block.has_feed_forward:
+            found = found & ~self.recomputes("mlp")
         return found
 
     def _offloads(self, kind: str) -> np.ndarray:

@@ -28,7 +28,7 @@ from hocket.cost.local import (
     weight_prefix,
 )
 from hocket.cost.measured_rates import BYTES, Rates
-from hocket.cost.recomputed import latent
+from hocket.cost.recomputed import feed_forward_part, latent
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import (
     Attention,
@@ -142,13 +142,17 @@ def stage_seconds(
 
 def _module_again(block: BlockShape, kind: str, microbatch: Microbatch, rates: Rates) -> float:
     """At most: all operations of forward that tensor ranks do not share (norms), or that they do
-    (activation functions)."""
-    if kind == "mla_up":
-        up = [p for p in block.products if latent(p)]
-        return sum(_product(p, block, microbatch, rates).forward for p in up)
+    (activation functions, also those of a feed-forward layer, with its matmuls)."""
+    matmuls = 0.0
+    if kind in ("mla_up", "mlp"):
+        part = feed_forward_part(block).products
+        up = [p for p in block.products if latent(p)] if kind == "mla_up" else part
+        matmuls = sum(_product(p, block, microbatch, rates).forward for p in up if not p.ends)
+        if kind == "mla_up" or not part:
+            return matmuls
     outside = kind == "norm"
     rows = [row for row in block.unfused if row.view in TIMED and not row.square]
-    return sum(
+    return matmuls + sum(
         _memory_bound(row, microbatch, rates).forward
         for row in rows
         if (row.split == "outside") == outside

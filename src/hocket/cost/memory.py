@@ -311,7 +311,7 @@ def saved_bytes(
     kept = np.where(at.recomputes("core_attn"), cores, whole)
     freed = made = np.zeros(at.dp.shape)
     for kind, rows in block.freed:
-        nbytes = np.where(at.recomputes(kind), width * rows.on_rank(at), 0.0)
+        nbytes = np.where(at.recomputes_in(block, kind), width * rows.on_rank(at), 0.0)
         freed = freed + nbytes
         made = np.maximum(made, AT_ONCE.get(kind, 0) * nbytes)
     kept = kept - freed

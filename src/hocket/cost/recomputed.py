@@ -4,6 +4,7 @@
                  in fp32, where it makes one, else saved already
     activation   results of elementwise operations in feed-forward layers and experts
     mla_up       what latent vectors are projected up to, and queries and keys made of it
+    mlp          all that a feed-forward layer without experts saves, but its input
 
 By the names of saved tensors in a block's shape, `module:operation`; as `runtime.recipes` runs them
 again.
@@ -11,7 +12,9 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hocket.spec.model_shape import BlockShape, MatrixProduct, Saved
 
@@ -28,7 +31,11 @@ result is not among them: its input would be kept in its place."""
 
 COPY = "_to_copy"
 
-AT_ONCE = {"activation": 1, "mla_up": 2}
+FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward")
+"""How feed-forward layers are named in layers without attention, where `feed_forward` knows none.
+"""
+
+AT_ONCE = {"activation": 1, "mla_up": 2, "mlp": 1}
 """Modules whose results are there together when a layer's backward has come to them: those of a
 feed-forward layer, or of an attention. Of queries, keys and values so are their gradients, which
 are wider than those of the feed-forward layer. A layer's norms are made again one by one."""
@@ -67,11 +74,15 @@ def freed(block: BlockShape, kinds: Collection[str]) -> Iterator[tuple[str, floa
     projected = {p.name for p in block.products if latent(p)}
     attention = {name.rpartition(".")[0] for name in projected}
     within = feed_forward(block)
+    dense = feed_forward_part(block).products if "mlp" in kinds else ()
+    whole = {row.name for row in _of_feed_forward(block, dense, "eager")}
     for row in block.saved:
         if row.view not in ("eager", "both") or row.square:
             continue
         module, operation, number = _parts(row)
-        if module in norms:
+        if row.name in whole:
+            yield row.name, 1.0
+        elif module in norms:
             if "norm" in kinds and not (operation == "native_layer_norm" and number):
                 # The copy in fp32 gives way to what it was made of.
                 yield row.name, 0.5 if operation == COPY and not number else 1.0
@@ -85,7 +96,10 @@ def freed(block: BlockShape, kinds: Collection[str]) -> Iterator[tuple[str, floa
 def freed_fused(block: BlockShape, kind: str) -> Iterator[Saved]:
     """Where norms and activation functions are kernels: outputs that they make again from their
     inputs, which are saved as well, and queries, keys and values that latent vectors are projected
-    up to."""
+    up to; or all that feed-forward layers save."""
+    if kind == "mlp":
+        yield from _of_feed_forward(block, feed_forward_part(block).products, "fused")
+        return
     # Inputs of products by their bytes too: stacked experts have two products of one name. What is
     # indexed or attended to is no elementwise operation's result, and latent vectors stay.
     norms = norm_modules(block)
@@ -119,6 +133,48 @@ def feed_forward(block: BlockShape) -> tuple[str, ...]:
     attention = {core.name.partition(".")[0] for core in block.attention}
     roots = {p.name.partition(".")[0] for p in block.products} - attention
     return tuple(sorted(roots)) if block.attention else ()
+
+
+def feed_forward_part(block: BlockShape) -> BlockShape:
+    """The matmuls of a block's feed-forward layer that is a module and no mixture of experts, if it
+    has one; `ends` as of a block that were this layer alone."""
+    roots = _dense_roots(block)
+    own = [p for p in block.products if _root(p.name) in roots]
+    last = next((p for p in reversed(own) if not p.lora), None)
+    saved = [row.name for row in _of_feed_forward(block, own, "eager")]
+    done = last is not None and (last.ends or last.input in saved[-1:])
+    found = tuple(dataclasses.replace(p, ends=p is last and done) for p in own)
+    return dataclasses.replace(block, products=found)
+
+
+def _dense_roots(block: BlockShape) -> set[str]:
+    """The modules of a block that are a feed-forward layer and no mixture of experts. Linear layers
+    of the block itself are none."""
+    experts = {_root(p.name) for p in block.products if p.groups > 1 or p.bare}
+    layers = {p.name for p in block.products}
+    named = {root for p in block.products if FEED_FORWARD.fullmatch(root := _root(p.name))}
+    return (set(feed_forward(block)) or named) - experts - layers
+
+
+def _of_feed_forward(
+    block: BlockShape, products: Sequence[MatrixProduct], view: str
+) -> Iterator[Saved]:
+    """What the feed-forward layer of these products saves: not its input, nor what others save of
+    its output."""
+    if not products:
+        return
+    roots = {_root(p.name) for p in products}
+    given = {f"{p.name} input" for p in products if p.input == products[0].input}
+    last = next(p.name for p in reversed(products) if not p.lora)
+    for row in block.saved:
+        inside = row.view in (view, "both") and not row.square and _root(row.name) in roots
+        if inside and row.name not in given and not row.name.startswith(f"{last}:"):
+            yield row
+
+
+def _root(name: str) -> str:
+    """The first part of the name of a module, or of a tensor that it saves."""
+    return re.split("[.: ]", name, maxsplit=1)[0]
 
 
 def _parts(row: Saved) -> tuple[str, str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hocket.cost.communication_table import FLOAT
 from hocket.cost.stage_context import over_context, recomputed_placements
+from hocket.spec import recompute
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Attention, Handed, ModuleRuns
 from hocket.spec.placement import Placement
@@ -33,8 +34,9 @@ class StageShare:
             `backward_sums`, summed over the layers (experts per token, for each expert layer).
         wider: elements per token by which all of these sums together are wider than H each, or
             narrower (below 0).
-        repeated_sums, repeated_gathers: those of a forward that full recompute repeats in backward:
-            all of its layers', but for the sums with which running a layer again ends.
+        repeated_sums, repeated_gathers: those of a forward that recompute repeats in backward: all
+            of its layers' (`full`) or feed-forward layers' (`mlp`), but for the sums with which
+            running one again ends.
         forward_gathers, backward_gathers: widths (elements per token, all ranks' parts together)
             of the all-gathers over tp of one forward and one backward. With sequence parallelism
             those of slices are among them.
@@ -157,7 +159,7 @@ class StageShare:
             fields["backward_gathers"] = gathers[: len(gathers) - fewer]
         if tp > 1 and trained is not None:
             fields |= _frozen_sums(plan, placements, fields, trained, first=stage == 0)
-        if tp > 1 and layout.recompute == "full":
+        if tp > 1 and recompute.repeats_sums(layout.recompute):
             again, stops = _again(plan, placements, layout)
             repeated = _sums(plan, again, tp, 0, runs or {})
             if slices:
@@ -400,18 +402,43 @@ def _frozen_sums(
 def _again(
     plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
 ) -> tuple[dict[str, Placement], int]:
-    """The placements of the layers that are run again, and how many sums these stop before."""
+    """The placements of the layers, or feed-forward layers, that are run again, and how many sums
+    these stop before."""
     assert plan.stages is not None
     assert plan.tensor is not None
     prefix = f"{plan.stages.layers}."
-    again = recomputed_placements(plan, placements, layout)
+    again, ends = recomputed_placements(plan, placements, layout), plan.stages.ends
+    if layout.recompute != "full":
+        again, ends = _of_feed_forward(plan, again), plan.stages.feed_forward_ends
     stops = 0
     for module in _modules(again):
         split = _split_of(plan.tensor, module)
         own = module[len(prefix) :].partition(".")[2]
-        if split is not None and split.style in ("row", "experts") and own in plan.stages.ends:
+        if split is not None and split.style in ("row", "experts") and own in ends:
             stops += 1
     return again, stops
+
+
+def _of_feed_forward(
+    plan: ParallelPlan, placements: Mapping[str, Placement]
+) -> dict[str, Placement]:
+    """Those of them that are in feed-forward layers without experts."""
+    assert plan.stages is not None
+    assert plan.tensor is not None
+    depth = len(plan.stages.layers.split(".")) + 1
+    found: dict[str, Placement] = {}
+    mixtures: set[str] = set()
+    for name, placement in placements.items():
+        parts = name.split(".")
+        own = ".".join(parts[depth:])
+        inside = next((f for f in plan.stages.feed_forward if own.startswith(f"{f}.")), None)
+        if inside is None:
+            continue
+        found[name] = placement
+        style = getattr(_split_of(plan.tensor, name.rpartition(".")[0]), "style", "")
+        if placement.is_expert or style == "experts":
+            mixtures.add(".".join((*parts[:depth], inside, "")))
+    return {name: p for name, p in found.items() if not name.startswith(tuple(mixtures))}
 
 
 def _modules(placements: Mapping[str, Placement]) -> dict[str, set[str]]:

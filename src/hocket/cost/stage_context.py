@@ -48,7 +48,7 @@ def over_context(
 def recomputed_placements(
     plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
 ) -> dict[str, Placement]:
-    """The placements of the layers that full recompute runs again."""
+    """The placements of the layers that are recomputed."""
     assert plan.stages is not None
     prefix = f"{plan.stages.layers}."
     inside = {name: p for name, p in placements.items() if name.startswith(prefix)}

@@ -31,6 +31,7 @@ from hocket.cost.measured_stage import (
     stage_blocks,
     trained_weights,
 )
+from hocket.cost.recomputed import feed_forward_part
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.cut import stage_layers
 from hocket.spec.layout import Layout
@@ -98,11 +99,17 @@ class StepProblem:
         return stage_blocks(self.shape, stage_layers(bounds, stage), stage == 0, last)
 
     def again(self, stage: int, mode: str) -> list[str]:
-        """The kinds of a stage's layers that are recomputed, if they are in this mode."""
-        if self.layout.recompute != mode and mode not in modules(self.layout.recompute):
+        """The kinds of a stage's layers that are recomputed, if they are in this mode; activation
+        functions, where they are not part of a feed-forward layer that is."""
+        asked = modules(self.layout.recompute)
+        if self.layout.recompute != mode and mode not in asked:
             return []
         layers = [kind for kind in self.blocks(stage) if kind not in ENDS]
-        return layers[: self.layout.recompute_layers]
+        layers = layers[: self.layout.recompute_layers]
+        if mode == "activation" and "mlp" in asked:
+            blocks = self.shape.blocks
+            layers = [kind for kind in layers if not feed_forward_part(blocks[kind]).products]
+        return layers
 
     def adapter_bytes(self, kind: str) -> int:
         """What adapters of one block keep of whole sequences, where the rest keeps slices: the
@@ -131,6 +138,9 @@ class StepProblem:
             [tensor_sums(self.shape.blocks[kind], experts=not whole) for kind in kinds if tp > 1]
             for kinds in (blocks, self.again(stage, "full"))
         )
+        if tp > 1:
+            dense = (self.shape.blocks[kind] for kind in self.again(stage, "mlp"))
+            again += [tensor_sums(feed_forward_part(block)) for block in dense]
         forward, backward = (sum(each[way] for each in once) for way in (0, 1))
         entered, repeated = (sum(each[way] for each in again) for way in (0, 2))
         logits, one = self.shape.blocks["head"].products, (self.shape.hidden,)

@@ -34,7 +34,7 @@ from hocket.cost.local import (
     units_on_rank,
     weight_gradient_operands,
 )
-from hocket.cost.recomputed import freed, freed_fused, latent
+from hocket.cost.recomputed import feed_forward_part, freed, freed_fused, latent
 from hocket.spec.model_shape import PREDICTION, BlockShape, MatrixProduct, ModelShape
 from hocket.spec.recompute import MADE_AGAIN
 
@@ -58,6 +58,10 @@ class Matmul:
     lora: bool = False
     latent: bool = False
     """Whether it projects a latent vector up (MLA), which recompute of modules runs again."""
+    feed_forward: bool = False
+    """Whether it is of a feed-forward layer without experts, which recompute of `mlp` repeats."""
+    stops: bool = False
+    """Whether hocket runs that layer again only up to it."""
     shards: tuple[tuple[Floats, Floats], ...] = ()
     """As `cost.local.Shards` of its weight, [r] each; of matmuls that run as one, all of theirs."""
 
@@ -133,6 +137,7 @@ class BlockTerms:
         layer: False for the embedding and the head, which are not recomputed.
         handed_inputs, handed_state: of a row, what recurrent layers hand on along the sequence.
         sums, expert_sums: as `cost.local.tensor_sums`, of dense matmuls and of experts.
+            `feed_forward_sums`: of those in a feed-forward layer without experts.
         forward, backward: elements read and written by memory-bound operations.
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
@@ -155,6 +160,7 @@ class BlockTerms:
     layer: bool
     sums: tuple[int, int, int]
     expert_sums: tuple[int, int, int]
+    feed_forward_sums: tuple[int, int, int]
     products: tuple[Matmul, ...]
     cores: tuple[Core, ...]
     handed_inputs: Floats
@@ -179,6 +185,11 @@ class BlockTerms:
     @property
     def has_experts(self) -> bool:
         return any(each.expert for each in self.weights)
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether recompute of `mlp` runs something of it again."""
+        return any(p.feed_forward for p in self.products)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +279,8 @@ def structure(model: Terms) -> tuple[Any, ...]:
         (
             b.sums,
             b.expert_sums,
-            tuple((p.split, len(p.shards)) for p in b.products),
+            b.feed_forward_sums,
+            tuple((p.split, len(p.shards), p.feed_forward, p.stops) for p in b.products),
             tuple((w.expert, w.divided) for w in b.weights),
             tuple(c.split for c in b.cores),
         )
@@ -415,10 +427,13 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     operands = (side for _, *both in weight_gradient_operands(block) for side in both)
     rows = block.memory_bound
     joint = (OUTSIDE, -min(3.0 * summed, sums))
+    part = feed_forward_part(block) if layer else dataclasses.replace(block, products=())
+    again = {p.name: p.ends for p in part.products}
     return BlockTerms(
         layer=layer,
         sums=tensor_sums(block, experts=False),
         expert_sums=tensor_sums(block, dense=False),
+        feed_forward_sums=tensor_sums(part),
         products=tuple(
             Matmul(
                 p.split,
@@ -429,6 +444,8 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
                 p.frozen,
                 p.lora,
                 latent(p),
+                p.name in again,
+                again.get(p.name, False),
                 _shards(block, names),
             )
             for p, names in zip(products, merged, strict=True)

@@ -132,7 +132,7 @@ def reject_precision(
     if options.compile and again:
         raise OptionError(
             f"recompute is {layout.recompute}, with --compile: a compiled layer chooses itself "
-            "which cheap operations run again in backward",
+            "which of its operations run again in backward",
             hint="--recompute none --compile",
         )
     why = refused_offload(layout, cuda=cuda)

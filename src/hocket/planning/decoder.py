@@ -200,7 +200,7 @@ def _saved(
     yield fused("query, key, value", 2 * (hidden + 2 * kv), "inside")
     yield fused("attention output", 2 * hidden, "inside")
     yield fused("attention row sums", 4 * heads, "inside")
-    yield fused("activation", (4 if gated else 2) * ffn, "inside")
+    yield fused("mlp", (4 if gated else 2) * ffn, "inside")
     yield fused("mlp.down input", 2 * ffn, "inside")
     if dropout:
         yield fused("dropout masks", 2 * hidden, "outside")

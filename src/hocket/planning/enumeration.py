@@ -27,7 +27,7 @@ import numpy as np
 
 from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts
 from hocket.cost.terms import Floats
-from hocket.planning.layouts import LATE, layout_at, tensor_degrees
+from hocket.planning.layouts import LATE, layout_at, tensor_degrees, unmet_recompute
 from hocket.planning.pins import Pins
 from hocket.spec import legality, recompute
 from hocket.spec.capabilities import TABLE
@@ -107,6 +107,8 @@ def legal_parts(
         for mesh in _meshes(shape, num_ranks, seq_len, pins=pins, here=here, space=space)
         if legality.batch(global_batch, mesh[0])
     ]
+    if unmet_recompute(shape, pins.get("recompute", "none")):
+        return
     base = _with_batches(meshes, len(shape.layers), global_batch, pins, space)
     offload = pins.get("offload", "none").split("+")
     for option in _options(pins, here, space):

@@ -204,9 +204,7 @@ def _experts(
         MemoryBound(name="gradient sums", forward=0.0, backward=9.0 * h, split="outside",
                     kernels=0, backward_kernels=5),
     ]  # fmt: skip
-    held = [
-        s for s in block.saved if s.name not in ("activation", "mlp.up input", "mlp.down input")
-    ]
+    held = [s for s in block.saved if s.name not in ("mlp", "mlp.up input", "mlp.down input")]
 
     def fused(name: str, size: float, split: str) -> Saved:
         return Saved(name=name, bytes=size, split=split, view="fused")

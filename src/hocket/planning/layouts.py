@@ -18,6 +18,7 @@ from hocket.cost.layout_batch import (
     Layouts,
     schedule_number,
 )
+from hocket.cost.recomputed import feed_forward_part
 from hocket.planning.pins import Pins
 from hocket.schedules.registry import compute
 from hocket.spec import legality, recompute
@@ -140,6 +141,8 @@ def _problems(
         yield why, "sequence_parallel=false"
     if layout.recompute_layers is not None:
         yield "the planner estimates full recomputation, or none", f"recompute={layout.recompute}"
+    if unmet := unmet_recompute(shape, layout.recompute):
+        yield unmet, f"--layout {dataclasses.replace(layout, recompute='full')}"
     batch = global_batch // layout.dp
     if not legality.batch(global_batch, layout.dp):
         what = f"the global batch of {global_batch} does not divide over dp {layout.dp}"
@@ -216,8 +219,18 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
             "recompute=full saves a layer's input alone, which stays on the GPU under "
             f"offload={offload}; recompute=selective works with it"
         )
+    if why := unmet_recompute(shape, pins.get("recompute", "none")):
+        return why
     if "shard" in pins and pins.get("zero") == 0:
         return f"shard {pins['shard']} applies to ZeRO, and zero is pinned at 0"
+    return None
+
+
+def unmet_recompute(shape: ModelShape, text: str) -> str | None:
+    """Why the layers of a model cannot be recomputed so; None: they can."""
+    blocks = (shape.blocks[kind] for kind in dict.fromkeys(shape.layers))
+    if "mlp" in recompute.modules(text) and not any(feed_forward_part(b).products for b in blocks):
+        return recompute.NO_FEED_FORWARD
     return None
 
 

@@ -28,14 +28,18 @@ from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
 from hocket.runtime.pipeline.stage import LossFunction, Stage
 from hocket.runtime.tensor_parallel import apply_tensor_parallel, copies_needed
-from hocket.spec import recompute
 from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.expert_dispatch import DEEPEP, parse_dispatch
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
-from hocket.spec.plan import ParallelPlan, experts_rejected, router_loss_rejected
+from hocket.spec.plan import (
+    ParallelPlan,
+    experts_rejected,
+    recompute_rejected,
+    router_loss_rejected,
+)
 from hocket.spec.schedule import Schedule
 
 __all__ = ["Parallel", "parallelize"]
@@ -223,16 +227,9 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
     if tensor is not None:
         for segment in tensor.segments():
             segment.slice(0, layout.tp)
-    if layout.recompute != "none" and plan.stages is None:
-        reason = plan.reasons.get("stages", "its plan names no layers")
-        raise ModelError(f"no layers can be recomputed: {reason}", hint="recompute=none")
-    if "core_attn" in recompute.modules(layout.recompute) and not (
-        plan.stages and plan.stages.cores
-    ):
-        reason = plan.reasons.get("cores", "its plan names no attention cores")
-        raise ModelError(
-            f"attention cores cannot be recomputed by themselves: {reason}", hint="recompute=full"
-        )
+    if why := recompute_rejected(layout.recompute, plan):
+        other = "none" if plan.stages is None else "full"
+        raise ModelError(f"recompute is {layout.recompute}: {why}", hint=f"--recompute {other}")
     if schedule is None:
         if layout.num_stages > 1:
             raise LayoutError(

@@ -55,6 +55,10 @@ def _mix(*values: int) -> int:
     return state
 
 
+Moment = tuple[tuple[int, int, int], int, Tensor | None, Tensor | None, Tensor]
+"""State of `Streams`: place, key, the two states that are not drawn from, and that which is."""
+
+
 class Streams:
     """The random streams of one rank.
 
@@ -101,6 +105,16 @@ class Streams:
         """Seed for a layer that ran before, at `place`: it draws the same numbers again."""
         self.step, self.microbatch, layer = place
         self.enter_layer(layer)
+
+    def moment(self) -> Moment:
+        """The state of all streams now."""
+        state = self._generator.get_state()
+        return self.place, self._key, self._home, self._away, state
+
+    def return_to(self, moment: Moment) -> None:
+        """Draw again what was drawn from that moment on."""
+        (self.step, self.microbatch, self._layer), self._key, self._home, self._away, state = moment
+        self._generator.set_state(state)
 
     def enter_sharded(self) -> None:
         """Draw from this tensor rank's own stream from here on."""

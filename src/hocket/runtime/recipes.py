@@ -105,8 +105,8 @@ class _Leaf:
         found: Tensor = self.kept if self.own else self.unpack(self.kept)
         if not self.own and found is self.kept and found._version != self.version:
             raise ModelError(
-                "a tensor that a norm or an activation function is made again from was written to "
-                "in place after it had been read",
+                "a tensor that a recomputed module was given was written to in place after it had "
+                "been read",
                 hint="recompute=full",
             )
         return found

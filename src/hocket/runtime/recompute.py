@@ -5,21 +5,25 @@
     selective   only what the attention core saves is thrown away: everything else stays
     modules     of norms, activation functions and MLA's up-projections the input stays
                 (`runtime.recipes`)
+    mlp         of each feed-forward layer that is no mixture of experts only its input stays
 
-`torch.utils.checkpoint` does the work of the first two, in its form of hooks on saved tensors. It
-stops as soon as the last tensor that backward asks for is there: a layer that ends in a product and
-sums is not run to its end, and the last all-reduce over tp is not repeated. All others are.
+`torch.utils.checkpoint` does the work of full, selective and mlp, in its form of hooks on saved
+tensors. It stops as soon as the last tensor that backward asks for is there: a layer, or a
+feed-forward layer, that ends in a product and sums is not run to its end, and the last all-reduce
+over tp is not repeated. All others are: with sequence parallelism a feed-forward layer gathers its
+input once more.
 
 What a layer's first run found out by asking others is noted and not asked again (`found_once`):
 the sizes of messages to experts, which a CUDA host waits for.
 
-Random numbers come again: a layer is seeded again by its key, a core gets the state back that it
-found. Where the weights' gradients are deferred (I and W), a layer is recomputed in I, and what its
-products read stays from there to W.
+Random numbers come again: a layer is seeded again by its key, a core or a feed-forward layer gets
+the state back that it found. Where the weights' gradients are deferred (I and W), a layer is
+recomputed in I, and what its products read stays from there to W.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from hocket.runtime.random import Streams
 from hocket.runtime.recipes import (
     KeptInput,
+    LayerRecipes,
     LayerWithRecipes,
     ProjectionAgain,
     WrittenModule,
@@ -40,6 +45,7 @@ from hocket.runtime.recipes import (
     nothing_written,
     running_layer,
 )
+from hocket.runtime.tensor_parallel.sequence import forward_from_slice
 from hocket.spec import recompute
 from hocket.spec.layout import Layout
 from hocket.spec.plan import StagePlan
@@ -91,18 +97,62 @@ class RecomputedCore:
             return core(*args, **kwargs)
         draws = self.streams is not None
         layer = running_layer()
-        given = [(args, kwargs)]
         if layer is None:
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
-        # Queries, keys and values that are made again themselves are kept as what makes them.
-        kept = mapped((args, kwargs), lambda tensor: KeptInput(layer, tensor))
+        return _from_inputs(layer, core, args, kwargs, preserve_rng_state=draws)
 
-        def run() -> Any:
-            args, kwargs = given.pop() if given else mapped(kept, KeptInput.tensor)
-            with nothing_written():
-                return core(*args, **kwargs)
 
-        return checkpoint(run, use_reentrant=False, preserve_rng_state=draws)
+class RecomputedFeedForward:
+    """Stands for the `forward` of a feed-forward layer, of which its inputs stay."""
+
+    def __init__(self, inner: Callable[..., Any], streams: Streams | None) -> None:
+        self.inner = inner
+        self.streams = streams
+        self.__wrapped__ = inner  # signatures are read off it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer, streams = running_layer(), self.streams
+        if layer is None or not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        # As in a layer nothing else draws during a backward: the state after it is no matter.
+        before = (
+            _nothing if streams is None else functools.partial(streams.return_to, streams.moment())
+        )
+        return _from_inputs(layer, self.inner, args, kwargs, before=before)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _from_inputs(
+    layer: LayerRecipes,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    preserve_rng_state: bool = False,
+    before: Callable[[], None] = _nothing,
+) -> Any:
+    """Call a function such that what it saves is made again in backward, from its inputs: those
+    that are made again themselves (norms, up-projections) are kept as what makes them.
+
+    Args:
+        before: called before it runs again.
+    """
+    given = [(args, kwargs)]
+    kept = mapped((args, kwargs), lambda tensor: KeptInput(layer, tensor))
+
+    def run() -> Any:
+        if given:
+            args, kwargs = given.pop()
+        else:
+            args, kwargs = mapped(kept, KeptInput.tensor)
+            before()
+        with nothing_written():
+            return function(*args, **kwargs)
+
+    return checkpoint(run, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 class PlainCore:
@@ -178,9 +228,9 @@ def recompute_layers(
             layer.forward = RecomputedLayer(layer.forward, streams)
             continue
         if "core_attn" in asked:
-            for core in _attention_cores(layer, plan.cores):
+            for core in _named(layer, plan.cores):
                 setattr(core, CORE, RecomputedCore(streams))
-        found = {kind: recomputed_modules(layer, kind, plan.cores) for kind in asked}
+        found = {kind: recomputed_modules(layer, kind, plan) for kind in asked}
         if not any(found.values()):
             continue
         for child in found.get("mla_up", []):
@@ -189,29 +239,32 @@ def recompute_layers(
                 linear.forward = ProjectionAgain(linear.forward)
             if not hasattr(child, CORE):
                 setattr(child, CORE, PlainCore())
-        written = [child for kind in recompute.MADE_AGAIN for child in found.get(kind, [])]
+        whole = found.get("mlp", [])
+        for child in whole:
+            child.forward = RecomputedFeedForward(forward_from_slice(child), streams)
+        written = [child for kind in recompute.RECIPES for child in found.get(kind, [])]
         for child in written:
-            child.forward = WrittenModule(child.forward)
+            if child not in whole:
+                child.forward = WrittenModule(child.forward)
         layer.forward = LayerWithRecipes(layer.forward)
     return layers
 
-
-FEED_FORWARD = re.compile(r".*(mlp|ffn|feedforward|moe|moeblock|experts?)", re.IGNORECASE)
-"""How the classes of feed-forward layers and layers of experts are named."""
 
 UP = re.compile(r"(q|k|v|kv)_b_proj")
 """How MLA's up-projections are named."""
 
 
-def recomputed_modules(layer: nn.Module, kind: str, cores: Sequence[str]) -> list[nn.Module]:
-    """The modules of a layer that a word of `spec.recompute.MODULES` stands for.
-
-    Args:
-        cores: names of its attention modules.
-    """
-    attention = _attention_cores(layer, cores)
+def recomputed_modules(layer: nn.Module, kind: str, plan: StagePlan) -> list[nn.Module]:
+    """The modules of a layer that a word of `spec.recompute.MODULES` stands for."""
+    attention = _named(layer, plan.cores)
     if kind == "core_attn":
         return []
+    if kind == "mlp":  # layers of experts may have the same name
+        return [
+            child
+            for child in _named(layer, plan.feed_forward)
+            if recompute.is_dense([type(module).__name__ for module in child.modules()])
+        ]
     if kind == "norm":
         return [child for child in layer.modules() if child is not layer and _is_norm(child)]
     if kind == "mla_up":
@@ -235,7 +288,7 @@ def _feed_forward(module: nn.Module, attention: set[nn.Module], found: list[nn.M
         if child in attention or _is_norm(child):
             continue
         holds = attention.isdisjoint(child.modules())
-        named = FEED_FORWARD.fullmatch(type(child).__name__) is not None
+        named = recompute.FEED_FORWARD.fullmatch(type(child).__name__) is not None
         home = type(child).__module__
         function = home.endswith(".activations") or home == "torch.nn.modules.activation"
         if (named and holds) or (function and not any(True for _ in child.parameters())):
@@ -254,7 +307,7 @@ def recomputed_layers(module: nn.Module, layout: Layout, plan: StagePlan) -> lis
     return owned[: layout.recompute_layers]
 
 
-def _attention_cores(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The attention modules of a layer; layers of another kind have none."""
+def _named(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules of these names in a layer; layers of another kind have none."""
     found = dict(layer.named_modules())
     return [found[name] for name in names if name in found]

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from hocket.spec import legality
+from hocket.spec import legality, recompute
 from hocket.spec.errors import LayoutError
 from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
@@ -222,6 +222,10 @@ class StagePlan:
         input_argument: keyword of the root's and decoder's forward for the first stage's input.
         hidden_argument: keyword by which a later stage is fed the hidden state.
         cores: modules of a layer, named from it, whose attention core can run by itself again.
+        feed_forward: modules of a layer, named from it, that are a feed-forward layer and, in at
+            least one layer, no mixture of experts.
+        feed_forward_ends: modules of a layer, named from it, after which the feed-forward layer
+            that they are in saves nothing for backward.
         ends: modules of a layer, named from it, after which a layer saves nothing for backward:
             running it again stops before their sum over tp.
         streams: of the hidden state, where layers hand on several (hyper-connections), as
@@ -244,6 +248,8 @@ class StagePlan:
     input_argument: str = "input_ids"
     hidden_argument: str = "inputs_embeds"
     cores: tuple[str, ...] = ()
+    feed_forward: tuple[str, ...] = ()
+    feed_forward_ends: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     streams: int = 0
     flat_streams: bool = False
@@ -336,6 +342,17 @@ def experts_rejected(layout: Layout, plan: ParallelPlan) -> tuple[str, str] | No
             str(dataclasses.replace(layout, etp=1)),
         )
     return None
+
+
+def recompute_rejected(text: str, plan: ParallelPlan) -> str:
+    """Why the layers of a plan cannot be recomputed as `text` names it; empty: they can."""
+    if plan.stages is None:
+        return "" if text == "none" else plan.reasons.get("stages", "its plan names no layers")
+    asked = recompute.modules(text)
+    if "core_attn" in asked and not plan.stages.cores:
+        reason = plan.reasons.get("cores", "its plan names no attention cores")
+        return f"attention cores cannot be recomputed by themselves: {reason}"
+    return recompute.NO_FEED_FORWARD if "mlp" in asked and not plan.stages.feed_forward else ""
 
 
 def router_loss_rejected(layout: Layout, router: RouterLoss) -> str:

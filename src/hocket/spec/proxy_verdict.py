@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.spec import recompute
 from hocket.spec.errors import ModelError
 from hocket.spec.files import write_text
 from hocket.spec.layout import Layout
@@ -22,6 +23,9 @@ _IRRELEVANT = (
     "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+RECOMPUTED = {"layers": "full", "cores": "core_attn", "feed_forward": "mlp"}
+"""Fields of a verdict on recompute, each with the value that it is tried with."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ProxyVerdict:
@@ -35,6 +39,8 @@ class ProxyVerdict:
         loss: why transformers' own loss of it is not computed.
         pages: why it cannot be served from a paged cache.
         packed: why documents that share a row would see each other.
+        layers, cores, feed_forward: why its layers, their attention cores or their feed-forward
+            layers cannot be recomputed.
         served: by layout of one replica, why it answers differently when it is served there.
         shifts: whether the model's own forward shifts its labels.
         note: blocks that tensor parallelism holds whole, and why.
@@ -47,6 +53,9 @@ class ProxyVerdict:
     loss: str | None = None
     pages: str | None = None
     packed: str | None = None
+    layers: str | None = None
+    cores: str | None = None
+    feed_forward: str | None = None
     served: dict[str, str] = dataclasses.field(default_factory=dict)
     shifts: bool | None = None
     note: str = ""
@@ -64,7 +73,7 @@ class ProxyVerdict:
     def reason(self) -> str:
         """Why not; empty where `ok`."""
         parts = ("stages", "tensors", "slices", "context", "loss", "pages", "packed")
-        found = (getattr(self, part) for part in parts)
+        found = (getattr(self, part) for part in (*parts, *RECOMPUTED))
         return "; ".join(text for text in found if text)
 
 
@@ -80,6 +89,9 @@ def verdict_fields(
         "loss": loss,
         "pages": pages,
         "packed": packed,
+        "layers": layout.recompute != "none",
+        "cores": "core_attn" in recompute.modules(layout.recompute),
+        "feed_forward": "mlp" in recompute.modules(layout.recompute),
     }
     return [part for part, want in wanted.items() if want]
 
@@ -120,6 +132,12 @@ def reject(
             f"{known.packed}",
             hint="--packing none",
         )
+    for part in RECOMPUTED:
+        if part in wanted and (why := getattr(known, part)):
+            raise ModelError(
+                f"{name} ({kind}) cannot be trained with recompute={layout.recompute}: {why}",
+                hint=f"--recompute {'none' if part == 'layers' else 'full'}",
+            )
 
 
 # --- the cache ---------------------------------------------------------------------------------

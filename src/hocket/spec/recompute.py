@@ -8,31 +8,40 @@
     modules      `norm+activation+mla_up`, by its old name
 
 The modules are of those of Megatron-Core's --recompute-modules; its `layernorm` and `moe_act` are
-`norm` and `activation` here, which go for dense layers as well.
+`norm` and `activation` here, which go for dense layers as well. Its `moe` and `shared_experts` are
+not among them: of a mixture of experts `mlp` runs nothing again, as there.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from hocket.spec.errors import LayoutError, unknown
 
-MODULES = ("core_attn", "norm", "activation", "mla_up")
+MODULES = ("core_attn", "norm", "activation", "mla_up", "mlp")
 """core_attn   scores and probabilities (Korthikanti et al. 2022, section 5)
 norm          norms: of each its input stays, not its output nor what it saves
 activation    activation functions and gates of feed-forward layers and experts: what matmuls
               returned stays
 mla_up        queries, keys and values projected up from latent vectors (MLA), which stay
+mlp           feed-forward layers that are no mixture of experts: of each its input stays;
+              `activation` is then left to the experts
 """
 
 MADE_AGAIN = MODULES[1:]
+"""Those outside the attention core."""
+
+RECIPES = ("norm", "activation", "mla_up")
 """Those whose results are saved by others, too, which get a recipe in place of them."""
 
 MEGATRON = {
     "core_attn": "core_attn", "norm": "layernorm", "activation": "moe_act",
-    "mla_up": "mla_up_proj",
+    "mla_up": "mla_up_proj", "mlp": "mlp",
 }  # fmt: skip
 """Each module's name in Megatron-Core's --recompute-modules."""
 
-BITS = {"core_attn": 1, "full": 2, "norm": 4, "activation": 8, "mla_up": 16}
+BITS = {"core_attn": 1, "full": 2, "norm": 4, "activation": 8, "mla_up": 16, "mlp": 32}
 """Of the number that stands for a value in arrays of layouts."""
 
 CHEAP = "norm+activation+mla_up"
@@ -42,6 +51,22 @@ NAMES = {"none": (), "selective": ("core_attn",), "modules": tuple(CHEAP.split("
 
 CHOICES = ("none", "selective", "full", CHEAP)
 """What the planner evaluates, unless another value is pinned."""
+
+FEED_FORWARD = re.compile(r".*(mlp|ffn|feedforward|moe|moeblock|experts?)", re.IGNORECASE)
+"""How the classes of feed-forward layers and layers of experts are named."""
+
+NO_FEED_FORWARD = (
+    "no layer of the model has a feed-forward module (mlp) that is not a mixture of experts"
+)
+
+_EXPERTS = re.compile(r".*(moe|moeblock|experts?)", re.IGNORECASE)
+
+
+def is_dense(classes: Sequence[str]) -> bool:
+    """Whether a module is a feed-forward layer and no mixture of experts, by the names of its own
+    class, which is the first, and of those of the modules in it."""
+    feeds = FEED_FORWARD.fullmatch(classes[0]) is not None
+    return feeds and not any(_EXPERTS.fullmatch(name) for name in classes)
 
 
 def choices(latent: bool) -> tuple[str, ...]:
@@ -65,6 +90,11 @@ def parse(text: str) -> str:
 def modules(text: str) -> tuple[str, ...]:
     """The modules of a value, in the order of `MODULES`; of none and full: none."""
     return () if text in ("none", "full") else NAMES.get(text, tuple(text.split("+")))
+
+
+def repeats_sums(text: str) -> bool:
+    """Whether backward repeats matmuls whose inputs or outputs tensor ranks gather or sum."""
+    return text == "full" or "mlp" in modules(text)
 
 
 def code(text: str) -> int:

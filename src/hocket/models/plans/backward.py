@@ -1,13 +1,16 @@
 """What a layer keeps for backward, and in which order: found by watching a tiny proxy model train.
 
-cores   the modules whose attention core can be run by itself again
-ends    the modules that finish after the last tensor that the layer saves: a layer that is run
-        again need not come to their end. Where a norm or dropout follows the last product, as
-        in Gemma 2 and in GPT-2 with dropout, there are none
+cores               the modules whose attention core can be run by itself again
+ends                the modules that finish after the last tensor that the layer saves: a layer that
+                    is run again need not come to their end. Where a norm or dropout follows the
+                    last product, as in Gemma 2 and in GPT-2 with dropout, there are none
+feed_forward        feed-forward layers that can be run by themselves again: no mixtures of experts
+feed_forward_ends   as `ends`, of each of these
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +18,13 @@ from torch import Tensor, nn
 
 from hocket.models.cores import watched
 from hocket.models.proxy import ProxyModel
+from hocket.spec import recompute
 
 _DROPPING = ("dropout", "pdrop")
 
 
-def saving(
-    proxy: ProxyModel, whole: nn.Module, layers: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(cores, ends), as names below one layer.
+def saving(proxy: ProxyModel, whole: nn.Module, layers: str) -> dict[str, Any]:
+    """These fields of a `StagePlan`, as names below one layer.
 
     Args:
         proxy: the tiny proxy model of the model.
@@ -36,12 +38,15 @@ def saving(
     clock = _Clock()
     finished: list[dict[str, int]] = [{} for _ in held]
     saved = [0] * len(held)
+    inside: list[dict[str, int]] = [{} for _ in held]
     names: dict[int, str] = {}
     for index, layer in enumerate(held):
         for name, child in layer.named_modules():
             if name:
                 names[id(child)] = name
                 child.register_forward_hook(clock.writes(finished[index], name))
+        for name, child in _feed_forward(layer):
+            child.register_forward_hook(clock.writes_last_save(inside[index], name))
         layer.register_forward_hook(clock.writes_last_save(saved, index))
     ids = torch.arange(3, 19).unsqueeze(0)
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
@@ -49,13 +54,45 @@ def saving(
     with torch.random.fork_rng(devices=[]), watched() as ran, torch.enable_grad(), hooks:
         model(input_ids=ids, position_ids=positions, use_cache=False)
     cores = dict.fromkeys(names[id(module)] for module in ran if id(module) in names)
-    after = [
-        {name for name, time in row.items() if time > last}
-        for row, last in zip(finished, saved, strict=True)
+    attention = {name for name in cores if name}
+    dense = {
+        name: last
+        for row in inside
+        for name, last in row.items()
+        if not any(core == name or core.startswith(f"{name}.") for core in attention)
+    }
+    within = [
+        ({n: t for n, t in row.items() if n.startswith(f"{name}.")}, last)
+        for row, lasts in zip(finished, inside, strict=True)
+        for name, last in lasts.items()
+        if name in dense
     ]
-    inside = [set(row) - late for row, late in zip(finished, after, strict=True)]
-    ends = set().union(*after) - set().union(*inside)
-    return tuple(cores), tuple(sorted(ends))
+    return {
+        "cores": tuple(cores),
+        "ends": _behind(zip(finished, saved, strict=True)),
+        "feed_forward": tuple(dense),
+        "feed_forward_ends": _behind(within),
+    }
+
+
+def _behind(finished: Iterable[tuple[Mapping[str, int], int]]) -> tuple[str, ...]:
+    """Names that always come after the last save: of times by name, and that of the save."""
+    after: set[str] = set()
+    before: set[str] = set()
+    for times, last in finished:
+        for name, time in times.items():
+            (after if time > last else before).add(name)
+    return tuple(sorted(after - before))
+
+
+def _feed_forward(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost feed-forward layers in a module that are no mixtures of experts, by name."""
+    for name, child in module.named_children():
+        classes = [type(each).__name__ for each in child.modules()]
+        if recompute.FEED_FORWARD.fullmatch(classes[0]) is None:
+            yield from _feed_forward(child, f"{prefix}{name}.")
+        elif recompute.is_dense(classes):
+            yield f"{prefix}{name}", child
 
 
 class _Clock:
@@ -77,7 +114,7 @@ class _Clock:
 
         return hook
 
-    def writes_last_save(self, into: list[int], index: int) -> Any:
+    def writes_last_save(self, into: Any, index: Any) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             into[index] = self.last_save
 

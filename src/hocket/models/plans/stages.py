@@ -112,10 +112,10 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
 
     number, flat_streams = max(streams)
     try:
-        cores, ends = saving(proxy, whole, full([layers_name])[0])
+        saved = saving(proxy, whole, full([layers_name])[0])
     except Exception as error:  # it runs, as was seen, but does not train: nothing is known
         raise_if_exhausted(error)
-        cores, ends = (), ()
+        saved = {}
     return StagePlan(
         decoder=path,
         layers=full([layers_name])[0],
@@ -125,12 +125,11 @@ def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
         after=full(after),
         head=_head(model, path),
         returns_tuple=lengths.pop(),
-        cores=cores,
-        ends=ends,
         streams=number,
         flat_streams=flat_streams,
         tokens=min(tokens, default=""),
         overwrites=any(tensor._version > version for tensor, version in embedded),
+        **saved,
         chosen={**_idle(layers, full([layers_name])[0], called), **expert_shares(whole)},
     )
 

@@ -75,10 +75,12 @@ _LAYOUT_RULES = (
     ),
 )
 
+_RECOMPUTE = (*recompute.CHOICES, "mlp")
+
 LIMITS = ToolLimits(
     software="Megatron-LM at d98e8a64 (2026-08-22, megatron-core 0.20.0)",
     schedules=("1f1b", "interleaved"),
-    recompute=recompute.CHOICES,
+    recompute=_RECOMPUTE,
     precisions=_PRECISIONS,
     orders=(_DEFAULT, _PIPELINE_FIRST),
     offload=("none", "optimizer"),
@@ -96,7 +98,7 @@ LIMITS = ToolLimits(
 BRIDGE = ToolLimits(
     software="Megatron-Bridge 0.7.0 at 067f987d (2026-08-22)",
     schedules=LIMITS.schedules,
-    recompute=recompute.CHOICES,
+    recompute=_RECOMPUTE,
     precisions=("bf16", "fp16"),
     orders=(_DEFAULT, _PIPELINE_FIRST),
     predictions=True,

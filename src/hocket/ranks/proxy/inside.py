@@ -1,7 +1,7 @@
 """The proxy check inside ranks that already run: what `hocket.parallelize` does before it splits.
 
 1 rank 0 reads the cached verdict, and all ranks learn what is missing
-2 rank 0 tries the loss and the stages; ranks 0 and 1 try the tensors; the others wait
+2 rank 0 tries the loss, the stages and recompute; ranks 0 and 1 try the tensors; the others wait
 3 all ranks learn the verdict, rank 0 caches it, and each rejects or goes on
 """
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.ranks.proxy.context import try_context
 from hocket.ranks.proxy.loss import try_loss
-from hocket.ranks.proxy.trial import try_stages, try_tensors
+from hocket.ranks.proxy.trial import try_recompute, try_stages, try_tensors
 from hocket.spec.proxy_verdict import (
+    RECOMPUTED,
     ProxyVerdict,
     read_verdict,
     reject,
@@ -86,6 +87,8 @@ def _tried(
         found["loss"], found["shifts"] = try_loss(config, attention)
     if "stages" in missing and leads:
         found["stages"] = try_stages(config, attention)
+    if RECOMPUTED.keys() & {*missing} and leads:
+        found |= try_recompute(config, attention)
     if "context" in missing:
         found["context"] = try_context(
             config, attention, index=0 if leads else 1, degree=2, group=pair

@@ -21,8 +21,9 @@ from hocket.ranks.proxy.numbers import (
 )
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.plan import router_loss_rejected
+from hocket.spec.plan import recompute_rejected, router_loss_rejected
 from hocket.spec.proxy_verdict import (
+    RECOMPUTED,
     ProxyVerdict,
 )
 
@@ -39,7 +40,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Try the parts that `payload` names; rank 0 emits `{"event": "proxy", "ok", "reason", ...}`.
 
     Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `loss`,
-    `pages`, `packed`, `tensors`, `slices`, `context`; the last three need two ranks).
+    `pages`, `packed`, those of `RECOMPUTED`, `tensors`, `slices`, `context`; the last three need
+    two ranks).
     """
     from hocket.models.skeleton import config_of
 
@@ -57,6 +59,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         from hocket.ranks.proxy.packed import try_packed
 
         found = dataclasses.replace(found, packed=try_packed(config, payload["attention"]))
+    if RECOMPUTED.keys() & {*payload["parts"]} and context.rank == 0:
+        found = dataclasses.replace(found, **try_recompute(config, payload["attention"]))
     split = [part for part in ("tensors", "slices") if part in payload["parts"]]
     if split or "context" in payload["parts"]:
         context.init_process_group("gloo")
@@ -179,6 +183,23 @@ def try_stages(config: Any, attention: str) -> str:
     if not reason:
         return ""
     return handed_on(model, plan.stages.layers, lambda: forward(model, inputs)) or reason
+
+
+def try_recompute(config: Any, attention: str) -> dict[str, Any]:
+    """Of each of `RECOMPUTED`, why layers of this configuration's proxy model cannot be recomputed
+    so; empty where they can."""
+    from hocket.models.failure import failure_place
+    from hocket.models.plans import plan_for
+    from hocket.models.proxy import proxy_of
+
+    try:
+        plan = plan_for(proxy_of(config).build(attention=attention))
+    except ModelError as error:
+        return dict.fromkeys(RECOMPUTED, error.message)
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        reason = f"its tiny proxy model does not run: it fails in {failure_place(error)}"
+        return dict.fromkeys(RECOMPUTED, reason)
+    return {part: recompute_rejected(text, plan) for part, text in RECOMPUTED.items()}
 
 
 def try_pages(config: Any) -> str:

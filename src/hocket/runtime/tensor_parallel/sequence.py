@@ -21,6 +21,7 @@ Legend: B batch, S sequence, s = S / tp, H hidden.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -233,6 +234,10 @@ class GatheredAgain:
         return found
 
 
+_OPENED = "_opened_block"
+"""Attribute of a block that `open_block` opens: its hook, its entry, and the handles of hooks."""
+
+
 class SequenceEntry:
     """The way of one slice into the split layers that share it: one all-gather for all of them.
 
@@ -312,8 +317,33 @@ def open_block(module: nn.Module, name: str, entry: SequenceEntry) -> None:
 
     setattr(before, IN_GRAPH, True)
     setattr(after, IN_GRAPH, True)
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    handles = (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    )
+    setattr(module, _OPENED, (before, entry, handles))
+
+
+def forward_from_slice(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module, which gathers a block's input itself, in place of `open_block`'s
+    hooks: what runs it again starts from the slice."""
+    inner: Callable[..., Any] = module.forward
+    opened = vars(module).pop(_OPENED, None)
+    if opened is None:
+        return inner
+    before, entry, handles = opened
+    for handle in handles:
+        handle.remove()
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(module, args, kwargs)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            entry.close()
+
+    return forward
 
 
 def gather_before(module: nn.Module, axis: Axis, recorder: Recorder) -> None:
