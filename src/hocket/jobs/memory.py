@@ -120,7 +120,7 @@ def reject_untrainable(
     free = free_memory(
         options,
         ranks=None if layout is None else layout.world_size,
-        offloads=layout is not None and layout.offload != "none",
+        offloads=layout is None or layout.offload != "none",
     )
     reject_too_large(source, each, what, planned(source, workload), free)
 
