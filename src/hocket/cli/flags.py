@@ -37,7 +37,7 @@ class LayoutFlags:
     Attributes:
         layout: degrees of data (dp), pipeline (pp), context (cp), tensor (tp) and expert (ep,
             etp) parallelism, in any order, and after a colon any other field: dp2.pp2.tp2:zero=1
-            (default: auto for train on several GPUs, dp2 for demo, else dp1).
+            (default: auto for train on several GPUs, dp2 for demo, required by check, else dp1).
         dp: data-parallel degree.
         pp: pipeline-parallel degree.
         cp: context-parallel degree.

@@ -19,8 +19,8 @@ Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="STOP...")]
 class Tour:
     """Walk through the kinds of parallelism: a claim, its prediction, its measurement, a verdict.
 
-    Every claim is measured on this machine's CPUs. One about times that is not seen is measured
-    again, and not judged while other programs take the cores. Exits 1 if one is not seen to hold.
+    Every claim is measured on this machine's CPUs. If a time is not as claimed, it is measured
+    again, and not judged while other programs use the cores. Exits 1 if a claim does not hold.
 
     Attributes:
         lang: language of the text. One of: en, ko.
