@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.rehearse import print_serving
-from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearsal_workers import RehearsalWorkers, equal_ranks
 from hocket.jobs.serving import rehearse as job
 from hocket.jobs.serving.rehearsal_fit import require_replica
 from hocket.simulation.nccl import RULES, EnqueuedOp, Trace, simulate_nccl
@@ -290,9 +290,16 @@ def test_a_gpu_without_8_bit_floats_has_no_such_cache() -> None:
 
 
 def test_equal_tensor_ranks_are_executed_once() -> None:
-    assert job._representatives(Layout.parse("tp4.pp2")) == {
+    """The first samples. The last shard of a vocabulary that tp does not divide is smaller."""
+    layout = Layout.parse("tp4.pp2")
+    assert equal_ranks(layout, 64, first=True, data=True) == {
+        0: 0, 1: 1, 2: 1, 3: 1, 4: 4, 5: 5, 6: 5, 7: 5,
+    }  # fmt: skip
+    assert equal_ranks(layout, 62, first=True, data=True) == {
         0: 0, 1: 1, 2: 1, 3: 3, 4: 4, 5: 5, 6: 5, 7: 7,
     }  # fmt: skip
+    experts = equal_ranks(Layout.parse("dp2.tp4.ep2"), 64, first=True, data=True)
+    assert len(set(experts.values())) == 4
 
 
 @pytest.mark.parametrize("layout", ["cp2"])
