@@ -134,6 +134,7 @@ def test_light_ends_are_among_the_layouts() -> None:
 
 def test_proposals_leave_the_headroom_and_tight_ones_say_so() -> None:
     usable = EIGHT.cluster.node.gpu.usable
+    assert EIGHT.usable == pytest.approx(0.95 * usable, rel=1e-9)
     found = best_layouts(EIGHT, top=5)
     for one in found.layouts:
         assert one.fits

@@ -398,6 +398,8 @@ def test_edits_keep_what_they_do_not_change() -> None:
     toml = '# mine\n[a]\nx = 1  # why\n\n[b]\ny = [\n  1,\n]\nz = "s"\n'
     new = sections.edit_sections(toml, "toml", {"a.x": 2, "b.y": None, "b.w": 3})
     assert new == '# mine\n[a]\nx = 2  # why\n\n[b]\nz = "s"\nw = 3\n'
+    spelled = sections.edit_sections("[a]\nx=1\ny='s'\n", "toml", {"a.x": 1, "a.y": "t"})
+    assert spelled == '[a]\nx=1\ny = "t"\n'
     assert json.loads(sections.edit_sections('{"a": {"b": 1, "c": 2}}', "json", {"a.b": None})) == {
         "a": {"c": 2}
     }

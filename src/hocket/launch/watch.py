@@ -337,7 +337,7 @@ class Watch:
         for entry in asked:
             text = found[entry.rank] = failure.trim(texts[entry.rank])
             if not failure.is_whole(texts[entry.rank]):
-                known = f"{failure.NO_STACK} (process {entry.pid} is {state(entry.pid)})"
+                known = f"{failure.NO_STACK} (process {entry.pid or '?'} is {state(entry.pid)})"
                 found[entry.rank] = f"{known}:\n{text}" if text else known
         return found
 
@@ -404,5 +404,5 @@ def state(pid: int | None) -> str:
         with open(f"/proc/{pid}/stat") as file:
             letter = file.read().rsplit(")", 1)[1].split()[0]
     except OSError:
-        return "gone"
+        return "gone" if pid else "not started yet"
     return STATES.get(letter, letter)

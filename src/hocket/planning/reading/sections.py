@@ -60,8 +60,10 @@ def edit_sections(text: str, kind: str, changes: Flat) -> str:
     """The text with other values; None takes a key out."""
     if kind == "json":
         return _edit_json(text, changes)
+    has = load_sections(text, kind)
     for name, value in changes.items():
-        text = _edit_line(text, kind, name, value)
+        if value is None or repr(has.get(name)) != repr(value):  # else it stays as spelled
+            text = _edit_line(text, kind, name, value)
     return text
 
 
