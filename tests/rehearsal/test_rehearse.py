@@ -121,6 +121,7 @@ def test_state_is_what_the_parameters_take(workers: RehearsalWorkers) -> None:
             ("pp2.tp2:microbatches=2,recompute=full", {"model": "tiny-gpt2"}),
             ("tp2", {"dtype": "fp32"}),
             ("dp4.ep4", {"model": "tiny-mixtral", "expert_dispatch": "node:2"}),
+            ("dp2.tp2:zero=3", {"lora_rank": 4, "quantize_base": "nf4"}),
         ],
         3,
     ),

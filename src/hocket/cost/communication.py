@@ -191,11 +191,14 @@ def _sharded(table: Table, layout: Layout, step: Step, share: StageShare) -> Non
         else:
             sizes = [nbytes for nbytes, is_late, _ in rows if is_late == late]
             buckets += [(("", late), n) for n in bucket_bytes(sizes, step.bucket_bytes)]
-    frozen = by_block(((block, late), nbytes) for block, nbytes, late in share.frozen)
+    frozen = by_block(
+        ((block, late, packed), nbytes) for block, nbytes, late, packed in share.frozen
+    )
     if ranks > 1:
         gradients = [(nbytes, late) for (_, late), nbytes in buckets]
-        held = buckets + (frozen if layout.zero == 3 else [])
-        values = [(block, nbytes) for (block, _), nbytes in held]
+        values = [(block, nbytes, False) for (block, _), nbytes in buckets]
+        if layout.zero == 3:
+            values += [(block, nbytes, packed) for (block, _, packed), nbytes in frozen]
         add_sharded(
             table, step, "shard", ranks, zero=layout.zero, gradients=gradients, values=values
         )

@@ -162,14 +162,15 @@ def add_sharded(
     *,
     zero: int,
     gradients: Sequence[tuple[int, bool]],
-    values: Sequence[tuple[str, int]],
+    values: Sequence[tuple[str, int, bool]],
 ) -> None:
     """Add what ZeRO does with one state: gradients reduced in shards, values gathered. Buckets have
     elements of a multiple of the ranks.
 
     Args:
         ranks: that share the state. gradients: of each bucket its bytes, and whether it is late.
-        values: of each bucket its block, and the bytes that gradients would have.
+        values: of each bucket its block, the bytes that gradients would have, and whether it holds
+            two elements to a byte.
     """
 
     def elements(nbytes: int) -> int:
@@ -180,8 +181,8 @@ def add_sharded(
         count = step.num_microbatches if zero > 1 and not late else 1
         size = elements(nbytes) * step.gradient_bytes
         table.add(When.REDUCTION, "reduce-scatter", axis, count, size)
-    for block, nbytes in values:
-        size = elements(nbytes) * step.element_bytes
+    for block, nbytes, packed in values:
+        size = elements(nbytes // 2) if packed else elements(nbytes) * step.element_bytes
         if zero < 3:
             table.add(When.END, "all-gather", axis, 1, size)
             continue

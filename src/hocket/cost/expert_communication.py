@@ -89,6 +89,5 @@ def _state(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
     values = by_block(share.expert_gradients) if layout.zero == 3 else [("", n) for n in buckets]
     frozen = by_block(share.expert_frozen) if layout.zero == 3 else []
     gradients = [(nbytes, False) for _, nbytes in values]
-    add_sharded(
-        table, step, axis, ranks, zero=layout.zero, gradients=gradients, values=values + frozen
-    )
+    held = [(block, nbytes, False) for block, nbytes in values + frozen]
+    add_sharded(table, step, axis, ranks, zero=layout.zero, gradients=gradients, values=held)

@@ -52,7 +52,8 @@ class StageShare:
         blocks: the block in which ZeRO-3 gathers each of them (`spec.plan.block_of`), in the same
             order.
         frozen: of each parameter without a gradient its block, its elements in the bytes that a
-            gradient would have, and whether it lies in the bucket of what would be late.
+            gradient would have, whether it lies in the bucket of what would be late, and whether
+            it is stored in 4 bits, two elements to a byte.
         experts: number of experts of each module that ep or etp places, in the module's order (of
             the model, not of this rank).
         experts_again: the same of those that full recompute repeats in backward.
@@ -87,7 +88,7 @@ class StageShare:
     gradient_bytes: tuple[int, ...] = ()
     late: tuple[bool, ...] = ()
     blocks: tuple[str, ...] = ()
-    frozen: tuple[tuple[str, int, bool], ...] = ()
+    frozen: tuple[tuple[str, int, bool, bool], ...] = ()
     experts: tuple[int, ...] = ()
     experts_again: tuple[int, ...] = ()
     experts_whole: int = 0
@@ -118,6 +119,7 @@ class StageShare:
         trained: Collection[str] | None = None,
         constant: Collection[str] = (),
         fp8: Collection[str] = (),
+        packed: Collection[str] = (),
         routing_width: int = 1,
         handed: Mapping[str, Handed] | None = None,
         cores: Collection[tuple[Attention, bool]] = (),
@@ -127,7 +129,8 @@ class StageShare:
 
         `trained`: names of the parameters that have a gradient, adapters; None: all of them but
         the `constant` ones, to which the model itself gives no gradient (biases of a router).
-        `fp8`: modules that multiply in fp8, which keep their whole input for backward.
+        `fp8`: modules that multiply in fp8, which keep their whole input for backward. `packed`:
+        parameters that are stored in 4 bits (a quantized base).
         `routing_width`: bytes of a routing weight over those of an activation.
         `handed`: modules that hand on a state, and what (`models.context_scans.state_sizes`).
         `cores`: each attention of a forward, named by its module, and whether it has a gradient
@@ -190,7 +193,12 @@ class StageShare:
             late=tuple(late(p) for p in own),
             blocks=tuple(block_of(p.name, plan.stages) for p in own),
             frozen=tuple(
-                (block_of(p.name, plan.stages), math.prod(p.local_shape) * e, late(p))
+                (
+                    block_of(p.name, plan.stages),
+                    math.prod(p.local_shape) * e,
+                    late(p),
+                    p.name in packed,
+                )
                 for p in every
                 if not _is_trained(p, trained, constant)
             ),

@@ -176,7 +176,12 @@ class StepProblem:
             late=tuple(self.is_late(w) for w in trained_weights(held)),
             blocks=tuple(block for block, weight in of_blocks if not weight.frozen),
             frozen=tuple(
-                (block, tensor_elements(w, tp) * self.gradient_bytes, self._sees_a_slice(w))
+                (
+                    block,
+                    tensor_elements(w, tp) * self.gradient_bytes,
+                    self._sees_a_slice(w),
+                    w.stored < 1,
+                )
                 for block, w in of_blocks
                 if w.frozen
             ),

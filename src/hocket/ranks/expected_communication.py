@@ -53,6 +53,7 @@ def expected_rows(
     from hocket.models.source import run_source
     from hocket.runtime.expert_parallel import apply_expert_parallel
     from hocket.runtime.fp8 import MULTIPLE
+    from hocket.runtime.linear import block_linears
     from hocket.runtime.lora import adapter_placements
     from hocket.runtime.mesh import Axis
     from hocket.runtime.pipeline.cut import cut, cut_costs
@@ -146,11 +147,16 @@ def expected_rows(
             and name.endswith(".weight")
             and not any(size % MULTIPLE for size in place.local_shape)
         ]
+        packed: list[str] = []
+        if spec.options.quantize_base is not None:
+            assert plan.stages is not None
+            packed = [name for name, _ in block_linears(part, plan.stages.layers)]
         return StageShare.of_plan(
             plan,
             placements,
             layout,
             fp8=frozenset(fp8),
+            packed={f"{name}.weight" for name in packed},
             routing_width=routing // element_bytes,
             trained=None
             if lora is None
