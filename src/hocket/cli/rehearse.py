@@ -117,9 +117,9 @@ def main(arguments: Sequence[str]) -> int:
     written = explicit(arguments)
     if flags.matrix:
         return _matrix(flags, written)
-    alone = [name for name in _OF_A_MATRIX if getattr(flags, name)]
-    if alone:
-        raise OptionError(f"--{alone[0]} chooses jobs of a matrix", hint="--matrix")
+    for name in (name for name in _OF_A_MATRIX if getattr(flags, name)):
+        hint = f"hocket rehearse --matrix --{name} {' '.join(getattr(flags, name))}"
+        raise OptionError(f"--{name} chooses jobs of a matrix", hint=hint)
     if not flags.model:
         raise OptionError("which model?", hint="hocket rehearse llama-3-8b --layout dp2.pp2.tp2")
     if flags.global_batch is not None and "rows" in written:
