@@ -42,19 +42,17 @@ def run(
         broken: a wait to leave out.
     """
     from hocket.catalogue import models as catalogue
-    from hocket.models.plans import plan_for
     from hocket.models.rows import one_sequence_each, packed_rows
-    from hocket.models.skeleton import build_skeleton
-    from hocket.models.source import run_source
     from hocket.rehearsal.execution import Actions, allocate, executing
     from hocket.rehearsal.streams import StreamOrder
+    from hocket.rehearsal.training import Rehearsal
     from hocket.runtime.mesh import Mesh
     from hocket.runtime.parallelize import parallelize
     from hocket.schedules.registry import build_schedule
     from hocket.spec.layout import Layout
     from hocket.spec.rehearsal import RehearsedDevice
     from hocket.spec.run import RunSpec, TrainOptions, Workload
-    from hocket.training.build import build_optimizer, dtype_of, keep_gradients, offloaded_to_host
+    from hocket.training.build import build_optimizer, keep_gradients, offloaded_to_host
     from hocket.training.reading import LossReading, Readings
 
     placed = Layout.parse(layout)
@@ -70,13 +68,11 @@ def run(
         ),
         options=TrainOptions(**{"dropout": 0.0, "device": "cuda", **options}),
     )
-    dtype = dtype_of(spec.workload.dtype)
-    skeleton = build_skeleton(run_source(spec).config, dtype=dtype, dropout=spec.options.dropout)
-    plan = plan_for(skeleton, sequence=placed.sequence_parallel)
     schedule = build_schedule(placed, placed.microbatches) if placed.num_stages > 1 else None
     gpu = RehearsedDevice(
         name="NVIDIA H100", capability=(9, 0), memory=80 << 30, sms=132, l2=50 << 20
     )
+    job = Rehearsal(spec, schedule, gpu)
     rank = range(placed.world_size)[rank]
     with executing(gpu, rank, placed.world_size) as execution:
         import torch
@@ -87,8 +83,8 @@ def run(
         recorder = Actions(rank, cuda)
         mesh = Mesh(placed, rank, cuda, recorder)
         parallel = parallelize(
-            copy.deepcopy(skeleton), placed, plan, mesh=mesh, schedule=schedule,
-            labels_shifted=True,
+            copy.deepcopy(job.skeleton), placed, job.plan, mesh=mesh, schedule=schedule,
+            labels_shifted=True, context_parallel=spec.options.context_parallel,
         )  # fmt: skip
         rows = packed_rows() if packed else one_sequence_each()
         with execution.fake(), order.installed(), rows, without(broken):

@@ -25,18 +25,21 @@ JOBS: list[dict[str, Any]] = [
     {"layout": "pp2.tp2:microbatches=4"},
     {"layout": "dp2.pp2:zero=2,microbatches=4,schedule=zero-bubble"},
     {"layout": "tp2", "model": "tiny-mixtral"},
+    {"layout": "cp2.pp2:microbatches=2", "context_parallel": "ring"},
     {"layout": "dp2", "packed": True},
     {"layout": "dp2", "counted": True},
 ]
 ON_HOST: list[tuple[dict[str, Any], int]] = [
     ({"layout": "dp2:offload=optimizer"}, 1),  # the gradients that the host steps from
     ({"layout": "dp2:zero=3,offload=params"}, 4),  # and the norm there and back, and the flag
+    ({"layout": "dp2.ep2", "model": "tiny-mixtral"}, 4),  # the rows of each of four layers
 ]
 BROKEN: list[dict[str, Any]] = [
     {"layout": "dp2", "broken": "of collectives"},
     {"layout": "dp2:zero=1", "broken": "of collectives"},
     {"layout": "dp2:zero=3", "broken": "of collectives"},
     {"layout": "tp2:sequence_parallel=true", "broken": "of collectives"},
+    {"layout": "cp2", "context_parallel": "ring", "broken": "of collectives"},
     {"layout": "dp2:offload=activations", "seq_len": 512, "broken": "for copies"},
     {"layout": "dp2:offload=activations", "seq_len": 512, "broken": "of copies"},
     {"layout": "dp2:zero=3,offload=params", "broken": "of copies"},
