@@ -31,8 +31,8 @@ from hocket.spec.doctor import CANNOT, FAIL, PASS, CardLine, ReportCard, Value
 Result = dict[str, Any]
 Listener = Callable[[CardLine], None]
 
-START = 120.0
-"""Seconds in which a worker is to be ready."""
+START = 300.0
+"""Seconds in which a worker is to be ready: it imports torch, beyond 120 s on a loaded machine."""
 GRACE = 15.0
 """Seconds beyond a check's own limit after which its worker is taken for dead."""
 _TAIL = 500
