@@ -46,6 +46,12 @@ def test_some_types_are_equal_or_refused() -> None:
 
 
 @pytest.mark.usefixtures("warm")
+def test_a_routers_loss_is_over_all_data_ranks_in_the_matrix_too() -> None:
+    found = check_matrix(["mixtral+"], ["dp2:zero=3", "dp2:microbatches=2"])
+    assert [cell.outcome for cell in found.rows[0].cells] == ["equal", "equal"]
+
+
+@pytest.mark.usefixtures("warm")
 def test_chunks_of_the_matrix_are_long_enough_for_convolutions() -> None:
     """Of 3 and of 6 earlier inputs, at the most context ranks of the matrix."""
     found = check_matrix(["lfm3", "mamba2"], ["cp4"])

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 STEPS = 3
 WEIGHTS = "weights"
 SWITCH = "output_router_logits"
-ROUTER_COUNTS = (1, 2, 4, 8)
-"""Microbatches of the global batch in the layouts that a router's auxiliary loss allows."""
+ROUTER_SPLITS = tuple((n, m) for n in (1, 2, 4, 8) for m in (1, 2, 4, 8) if n * m <= 8)
+"""Data ranks and microbatches of the layouts that a router's auxiliary loss allows."""
 MOST_FAILURES = 2
 """Lines of a report that a cell repeats."""
 
@@ -71,16 +71,16 @@ def _case_spec(
 
 
 def reference_folder(where: Path, layout: Layout, config: dict[str, Any]) -> Path:
-    """What a layout is compared with: a router's auxiliary loss depends on the microbatches."""
-    count = layout.dp * (layout.microbatches or 1) if config.get(SWITCH) else 1
-    return where / f"batch-{count}"
+    """Where the reference is: a router's loss depends on microbatches, each of all data ranks."""
+    dp, count = (layout.dp, layout.microbatches or 1) if config.get(SWITCH) else (1, 1)
+    return where / f"batch-{dp}x{count}"
 
 
 def _write_references(kind: str, config: dict[str, Any], where: Path, dtype: str = "fp32") -> None:
     from hocket.training.reference import write_reference
 
-    for count in ROUTER_COUNTS if config.get(SWITCH) else (1,):
-        layout = Layout(microbatches=count)
+    for dp, count in ROUTER_SPLITS if config.get(SWITCH) else ((1, 1),):
+        layout = Layout(dp=dp, microbatches=count)
         spec = _case_spec(kind, config, layout, where, dtype)
         write_reference(spec, reference_folder(where, layout, config), STEPS)
 
