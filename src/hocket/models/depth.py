@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hocket.models.dimensions import MOST_LAYERS
 from hocket.spec.errors import ModelError, OptionError
 
 _DEPTH = (
@@ -18,11 +19,14 @@ def config_with_layers(name: str, config: Mapping[str, Any], layers: int) -> dic
     for each layer (`layer_types`, `mlp_layer_types`) repeat.
 
     Raises:
-        OptionError: fewer than 1.
+        OptionError: fewer than 1, or more than `MOST_LAYERS`.
         ModelError: the configuration does not say how many it has.
     """
-    if layers < 1:
-        raise OptionError(f"layers is {layers}; a model has at least 1", hint="--layers 4")
+    if not 1 <= layers <= MOST_LAYERS:
+        raise OptionError(
+            f"layers is {layers:,}; a model has at least 1 and at most {MOST_LAYERS:,}",
+            hint=f"--layers {4 if layers < 1 else MOST_LAYERS}",
+        )
     key = next((key for key in _DEPTH if config.get(key) is not None), None)
     if key is None:
         raise ModelError(f"the configuration of {name} does not specify its number of layers")
