@@ -154,6 +154,8 @@ def read(files: list[Path]) -> RehearsalMatrix:
                 made = data
                 continue
             cell = RehearsalCell.from_json(line)
+            if cell.reason.endswith("is not installed"):
+                raise SystemExit(f"{cell.case}: {cell.reason}; rehearse it where it is")
             cells[cell.case] = cell
     return RehearsalMatrix(cells=tuple(cells[case] for case in CASES if case in cells), **made)
 
