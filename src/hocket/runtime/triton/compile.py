@@ -123,8 +123,9 @@ class Compiled:
 
 
 def configurations() -> tuple[KernelSpecialization, ...]:
-    """Every tile of every kernel: of attention plain and with window, softcap and sinks together,
-    of grouped matmuls with weights stored [E, K, N] and [E, N, K]."""
+    """Every tile of every kernel: of attention plain, with window, softcap and sinks together, and
+    with window and softcap over a part of each block; of grouped matmuls with weights stored
+    [E, K, N] and [E, N, K]."""
     return tuple(_attention()) + tuple(_merging()) + tuple(_grouped()) + tuple(_quantizing())
 
 
@@ -137,12 +138,13 @@ def _attention() -> Iterator[KernelSpecialization]:
             for variant, converted in itertools.product(_VARIANTS, (False, True)):
                 if converted and dtype == torch.float32:
                     continue
-                more = variant != "plain"
+                more, part = variant != _VARIANTS[0], variant == _VARIANTS[2]
                 launch = launch_of(
                     dtype=dtype, num_tokens=queries, num_rows=1, num_heads=32, num_kv_heads=8,
                     key_size=key_size, value_size=value_size, block_size=16, max_blocks=1024,
-                    max_seqlen_q=queries, causal=True, window=more, softcap=more, sinks=more,
-                    multiprocessors=132, converted=converted,
+                    max_seqlen_q=queries, causal=True, window=more, softcap=more,
+                    sinks=more and not part, multiprocessors=132, converted=converted,
+                    span=32 if part else None,
                 )  # fmt: skip
                 half = dtype != torch.float32
                 found = KernelSpecialization(
@@ -156,16 +158,18 @@ def _attention() -> Iterator[KernelSpecialization]:
                     yield found
 
 
-_VARIANTS = ("plain", "window, softcap, sinks")
+_VARIANTS = ("plain", "window, softcap, sinks", "part of blocks")
 
 
 def _merging() -> Iterator[KernelSpecialization]:
     for size in (64, 128, 256):
         constants: dict[str, object] = {"DV": size, "DV_PAD": padded(size), "SPLITS_PAD": 64}
         tile = AttentionTile(64, 1, 4, 1)
-        yield KernelSpecialization(
-            "merge_kernel", torch.bfloat16, (size, size), tile, "plain", constants, matmul=False
-        )
+        for variant, returns_lse in (("plain", False), ("part of blocks", True)):
+            yield KernelSpecialization(
+                "merge_kernel", torch.bfloat16, (size, size), tile, variant,
+                {**constants, "RETURN_LSE": returns_lse}, matmul=False,
+            )  # fmt: skip
 
 
 def _grouped() -> Iterator[KernelSpecialization]:
@@ -258,12 +262,12 @@ def _signature(configuration: KernelSpecialization) -> dict[str, str]:
         }  # fmt: skip
     if configuration.kernel == "merge_kernel":
         return {
-            "partial": "*fp32", "lse": "*fp32", "out": pointer, "num_places": "i32",
-            "splits": "i32",
+            "partial": "*fp32", "lse": "*fp32", "weight": "*fp32", "num_places": "i32",
+            "out": "*fp32" if configuration.constants["RETURN_LSE"] else pointer, "splits": "i32",
         }  # fmt: skip
-    split = bool(configuration.constants["SPLIT"])
+    in_fp32 = bool(configuration.constants["SPLIT"] or configuration.constants["RETURN_LSE"])
     numbers = (
-        "window", "query_stride_token", "query_stride_head", "num_tokens", "num_rows",
+        "window", "offset", "query_stride_token", "query_stride_head", "num_tokens", "num_rows",
         "max_blocks", "num_kv_heads",
     )  # fmt: skip
     pages = "*fp8e4nv" if configuration.variant.endswith(CACHED_IN_8_BITS) else pointer
@@ -271,7 +275,7 @@ def _signature(configuration: KernelSpecialization) -> dict[str, str]:
         **dict.fromkeys(("query", "sinks"), pointer),
         **dict.fromkeys(("key_cache", "value_cache"), pages),
         **dict.fromkeys(("block_tables", "seqused_k", "cu_seqlens_q"), "*i32"),
-        **dict.fromkeys(("out", "lse"), "*fp32" if split else pointer),
+        **dict.fromkeys(("out", "lse"), "*fp32" if in_fp32 else pointer),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
         **dict.fromkeys(numbers, "i32"),
     }
@@ -335,8 +339,8 @@ interpreter. Written by `python -m hocket.runtime.triton.compile --write
 docs/reference/kernels.md`, on a machine without a GPU; do not edit.
 
 - `attend_kernel` and `merge_kernel`: paged attention of servers, where no FlashAttention supports
-  the layer. With a cache in 8 bits (`--kv-cache-dtype fp8`, from sm_89 on) keys and values are
-  converted to the dtype of the query.
+  the layer, and over context ranks. With a cache in 8 bits (`--kv-cache-dtype fp8`, from sm_89 on)
+  keys and values are converted to the dtype of the query.
 - `grouped_mm_kernel` and `grouped_weight_gradient_kernel`: matmuls of experts, forward and both
   gradients, where torch has no kernel for the dtype and GPU.
 - `quantize_rows_kernel`: inputs of matmuls with weights in 8 bits (`hocket serve --quantization
@@ -344,8 +348,9 @@ docs/reference/kernels.md`, on a machine without a GPU; do not edit.
 
 A tile: rows x keys of attention, rows x columns x depth of a grouped matmul. A cell: registers of a
 thread, shared memory of a program (with the 1 KiB that the driver takes from sm_90 on), tensor-core
-instruction; the largest of the plain kernel and the one with window, soft cap and attention sinks,
-or of weights stored [E, K, N] and [E, N, K]. Limits of shared memory: {limits}.
+instruction; the largest of the plain kernel, the one with window, soft cap and attention sinks, and
+the one over a part of each block with window and soft cap; or of weights stored [E, K, N] and
+[E, N, K]. Limits of shared memory: {limits}.
 A test compiles a rotating third (`HOCKET_TESTS=all`: all).
 
 float32 multiplies by three TF32 matmuls (tf32x3), above head size 128 without tensor cores.

@@ -7,6 +7,9 @@ float32. With queries in 16 bits the cache may be in 8-bit floats (e4m3) of the 
 converted to the query's dtype before they are multiplied; in float32 that would spill registers.
 It is the kernel for what the libraries cannot do, or where they are not installed.
 
+`paged_attention_part` attends where the cache holds a part of each block, as on one of several
+context ranks, and also returns the logarithm of the sum of exponentials, by which parts are merged.
+
 Nothing is read back from the device: the grid follows from shapes and `max_seqlen_q`, so that a
 call can be captured in a CUDA graph and replayed with other lengths. A batch with too few tiles to
 fill the device splits the keys of each sequence and merges the results (two launches).
@@ -172,9 +175,10 @@ def paged_attention(  # noqa: PLR0917  as kernels of this kind are called
     Raises:
         ValueError: shapes, dtypes or strides other than these.
     """
-    _check(query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, sinks)
-    if max_seqlen_q < 1 or (window is not None and window < 1):
-        raise ValueError(f"max_seqlen_q {max_seqlen_q} and window {window} must be 1 or more")
+    _check(
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
+        window, sinks,
+    )  # fmt: skip
     out: Tensor = torch.ops.hocket.paged_attention(
         query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
         scale, causal, window, softcap, sinks,
@@ -182,11 +186,56 @@ def paged_attention(  # noqa: PLR0917  as kernels of this kind are called
     return out
 
 
+def paged_attention_part(  # noqa: PLR0917  as `paged_attention` is called
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    *,
+    span: int,
+    offset: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `paged_attention`, causal, to the part of each block that this cache holds.
+
+    A block has `span` tokens of a sequence, of which the cache holds those from `offset` on, as
+    many as a block of the cache has. Tables, lengths and windows are of whole sequences.
+
+    Returns:
+        Attended values [T, Hq, Dv] in fp32, and the logarithm of the sum of exponentials [T, Hq] in
+        fp32. Of a query that sees none of these keys: zeros and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or strides other than these.
+    """
+    _check(
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
+        window, None,
+    )  # fmt: skip
+    size = key_cache.shape[1]
+    if span % size or not 0 <= offset <= span - size:
+        raise ValueError(
+            f"a block of {span} tokens does not consist of parts of {size}, one from {offset} on"
+        )
+    found: tuple[Tensor, Tensor] = torch.ops.hocket.paged_attention_part(
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
+        span, offset, scale, window, softcap,
+    )  # fmt: skip
+    return found
+
+
 def _check(  # noqa: PLR0917
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, used: Tensor, begins: Tensor,
-    sinks: Tensor | None,
+    most: int, window: int | None, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """Shapes, dtypes and strides: nothing that is on the device."""
+    if most < 1 or (window is not None and window < 1):
+        raise ValueError(f"max_seqlen_q {most} and window {window} must be 1 or more")
     if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or tables.ndim != 2:
         raise ValueError(
             f"query {tuple(query.shape)}, key_cache {tuple(keys.shape)}, value_cache "
@@ -253,9 +302,10 @@ def launch_of(
     *, dtype: torch.dtype, num_tokens: int, num_rows: int, num_heads: int, num_kv_heads: int,
     key_size: int, value_size: int, block_size: int, max_blocks: int, max_seqlen_q: int,
     causal: bool, window: bool, softcap: bool, sinks: bool, multiprocessors: int,
-    converted: bool = False,
+    converted: bool = False, span: int | None = None,
 ) -> Launch:  # fmt: skip
-    """How a call of these sizes is launched: a function of what the host knows."""
+    """How a call of these sizes is launched: a function of what the host knows. `span`: tokens of
+    a block of which the cache holds a part."""
     group = num_heads // num_kv_heads
     most_rows = min(max_seqlen_q, num_tokens) * group
     tile = attention_tile(dtype, key_size, value_size, most_rows, converted=converted)
@@ -266,55 +316,76 @@ def launch_of(
         (tiles, num_kv_heads, splits), tile, splits,
         {
             "GROUP": group, "D": key_size, "DV": value_size, "BLOCK_SIZE": block_size,
-            "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+            "SPAN": span or block_size, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
             "D_PAD": padded(key_size), "DV_PAD": padded(value_size),
             "SPLIT": splits > 1, "ONE_TILE": one_tile, "CAUSAL": causal, "HAS_WINDOW": window,
-            "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
+            "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks, "RETURN_LSE": span is not None,
             "PRECISION": precision_of(dtype, key_size, value_size),
         },
     )  # fmt: skip
 
 
-def _paged_attention(  # noqa: PLR0917
+def _launched(  # noqa: PLR0917
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
     seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, scale: float, causal: bool,
-    window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+    window: int | None, softcap: float | None, sinks: Tensor | None, span: int | None = None,
+    offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What is attended to, and with a span its weight."""
     from hocket.runtime.triton.paged_attention_kernels import attend_kernel, merge_kernel
 
     num_tokens, num_heads, key_size = query.shape
     _, block_size, num_kv_heads, value_size = value_cache.shape
     num_rows, max_blocks = block_tables.shape
-    out = query.new_empty(num_tokens, num_heads, value_size)
+    returns_lse = span is not None
+    kind = torch.float32 if returns_lse else query.dtype
+    out = query.new_empty(num_tokens, num_heads, value_size, dtype=kind)
+    weight = query.new_empty(num_tokens, num_heads, dtype=torch.float32) if returns_lse else out
     if not num_tokens or not num_rows:
-        return out
+        return out, weight
     launch = launch_of(
         dtype=query.dtype, num_tokens=num_tokens, num_rows=num_rows, num_heads=num_heads,
         num_kv_heads=num_kv_heads, key_size=key_size, value_size=value_size,
         block_size=block_size, max_blocks=max_blocks, max_seqlen_q=max_seqlen_q, causal=causal,
         window=window is not None, softcap=softcap is not None, sinks=sinks is not None,
         multiprocessors=_multiprocessors(query.device), converted=key_cache.dtype == E4M3,
+        span=span,
     )  # fmt: skip
     splits = launch.splits
-    target, lse = out, out
+    target, lse = out, weight
     if splits > 1:
         lse = query.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
         target = query.new_empty(splits, num_tokens, num_heads, value_size, dtype=torch.float32)
     attend_kernel[launch.grid](
         query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q,
         query if sinks is None else sinks, target, lse,
-        scale, softcap or 0.0, window or 0, query.stride(0), query.stride(1),
+        scale, softcap or 0.0, window or 0, offset, query.stride(0), query.stride(1),
         num_tokens, num_rows, max_blocks, num_kv_heads,
         **launch.constants, num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
         **FUSED,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(num_tokens * num_heads,)](
-            target, lse, out, num_tokens * num_heads, splits, DV=value_size,
-            DV_PAD=padded(value_size), SPLITS_PAD=1 << (splits - 1).bit_length(), num_warps=4,
-            **FUSED,
+            target, lse, out, weight, num_tokens * num_heads, splits, DV=value_size,
+            DV_PAD=padded(value_size), SPLITS_PAD=1 << (splits - 1).bit_length(),
+            RETURN_LSE=returns_lse, num_warps=4, **FUSED,
         )  # fmt: skip
-    return out
+    return out, weight
+
+
+def _paged_attention(*arguments: Any) -> Tensor:
+    return _launched(*arguments)[0]
+
+
+def _paged_attention_part(  # noqa: PLR0917
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
+    seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, span: int, offset: int,
+    scale: float, window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _launched(
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
+        scale, True, window, softcap, None, span, offset,
+    )  # fmt: skip
 
 
 def _fake_paged_attention(
@@ -323,12 +394,34 @@ def _fake_paged_attention(
     return query.new_empty(*query.shape[:2], value_cache.shape[3])
 
 
+def _fake_paged_attention_part(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    shape = *query.shape[:2], value_cache.shape[3]
+    return (
+        query.new_empty(shape, dtype=torch.float32),
+        query.new_empty(shape[:2], dtype=torch.float32),
+    )
+
+
 _LIBRARY: Any = torch.library.Library("hocket", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
-    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-    "Tensor seqused_k, Tensor cu_seqlens_q, int max_seqlen_q, float scale, bool causal, "
-    "int? window, float? softcap, Tensor? sinks) -> Tensor"
+_PAGES = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seqused_k, "
+    "Tensor cu_seqlens_q, int max_seqlen_q, "
 )
-_LIBRARY.impl("paged_attention", _paged_attention, "CUDA")
-_LIBRARY.impl("paged_attention", _paged_attention, "CPU")  # Triton's interpreter
-torch.library.register_fake("hocket::paged_attention", _fake_paged_attention, lib=_LIBRARY)
+for _name, _schema, _run, _fake in (
+    (
+        "paged_attention",
+        "float scale, bool causal, int? window, float? softcap, Tensor? sinks) -> Tensor",
+        _paged_attention, _fake_paged_attention,
+    ),
+    (
+        "paged_attention_part",
+        "int span, int offset, float scale, int? window, float? softcap) -> (Tensor, Tensor)",
+        _paged_attention_part, _fake_paged_attention_part,
+    ),
+):  # fmt: skip
+    _LIBRARY.define(f"{_name}({_PAGES}{_schema}")
+    _LIBRARY.impl(_name, _run, "CUDA")
+    _LIBRARY.impl(_name, _run, "CPU")  # Triton's interpreter
+    torch.library.register_fake(f"hocket::{_name}", _fake, lib=_LIBRARY)

@@ -28,39 +28,56 @@ def paged_attention_reference(  # noqa: PLR0917  as `paged_attention` is called
     Returns:
         [T, Hq, Dv] float64; rows after `cu_seqlens_q[R]` are zero.
     """
+    out, weight = paged_attention_part_reference(
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
+        span=key_cache.shape[1], offset=0, scale=scale, causal=causal, window=window,
+        softcap=softcap,
+    )  # fmt: skip
+    if sinks is None:
+        return out
+    return out * torch.sigmoid(weight - sinks.double()).unsqueeze(2)
+
+
+def paged_attention_part_reference(  # noqa: PLR0917  as `paged_attention_part` is called
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
+    seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, *, span: int, offset: int,
+    scale: float, causal: bool = True, window: int | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `paged_attention_part` computes, as the reference above.
+
+    Returns:
+        [T, Hq, Dv] and [T, Hq] float64; rows after `cu_seqlens_q[R]` are zero, and -inf.
+    """
     num_tokens, num_heads, _ = query.shape
-    kv_heads, value_size = value_cache.shape[2:]
+    size, kv_heads, value_size = value_cache.shape[1:]
     out = query.new_zeros(num_tokens, num_heads, value_size, dtype=torch.float64)
+    weight = torch.full_like(out[..., 0], -torch.inf)
     begins, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     for row, length in enumerate(lengths):
         begin, end = begins[row], begins[row + 1]
         assert end - begin <= max_seqlen_q, (end - begin, max_seqlen_q)
         if begin == end or not length:
             continue
-        blocks = block_tables[row, : -(-length // key_cache.shape[1])].long()
+        blocks = block_tables[row, : -(-length // span)].long()
+        at = torch.arange(len(blocks), device=query.device).unsqueeze(1) * span + offset
+        at = (at + torch.arange(size, device=query.device)).flatten()
+        held = at < length
         keys, values = (
-            cache[blocks]
-            .flatten(0, 1)[:length]
-            .double()
-            .repeat_interleave(num_heads // kv_heads, 1)
+            cache[blocks].flatten(0, 1)[held].double().repeat_interleave(num_heads // kv_heads, 1)
             for cache in (key_cache, value_cache)
         )
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].double(), keys) * scale
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        at = torch.arange(length, device=query.device)
+        at = at[held]
         position = torch.arange(length - (end - begin), length, device=query.device).unsqueeze(1)
         visible = at <= position if causal else torch.ones_like(at <= position)
         if window is not None:
             visible = visible & (at > position - window)
         scores = scores.masked_fill(~visible, -torch.inf)
-        if sinks is not None:
-            extra = sinks.double().view(-1, 1, 1).expand(-1, end - begin, 1)
-            weights = torch.cat([scores, extra], 2).softmax(2)[..., :-1]
-        else:
-            weights = scores.softmax(2).nan_to_num(0.0)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values)
-    return out
+        weight[begin:end] = scores.logsumexp(2).t()
+        out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(2).nan_to_num(0.0), values)
+    return out, weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,7 @@ class PagedBatch:
         max_blocks: columns of the block table; 0: what the longest needs.
         cached: dtype of keys and values. None: the query's.
         padding: rows of the query after the last sequence's.
+        parts: of a block, of which the cache holds number `index`, of `block_size` tokens.
     """
 
     name: str
@@ -92,14 +110,18 @@ class PagedBatch:
     sinks: bool = False
     max_blocks: int = 0
     padding: int = 0
+    parts: int = 1
+    index: int = 0
     seed: int = 0
 
     def arguments(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """The arguments of `paged_attention`. Blocks lie in random order; what no sequence uses,
-        the tail of a last block too, is NaN, and table entries behind a sequence are 0."""
+        """The arguments of `paged_attention`, of parts those of `paged_attention_part`. Blocks lie
+        in random order; what no sequence uses, the tail of a last block too, is NaN, and table
+        entries behind a sequence are 0."""
         g = torch.Generator().manual_seed(self.seed)
         size, (num_heads, kv_heads), (d, dv) = self.block_size, self.heads, self.sizes
-        needed = [-(-length // size) for length in self.lengths]
+        span, offset = size * self.parts, size * self.index
+        needed = [-(-length // span) for length in self.lengths]
         order = torch.randperm(sum(needed) + 3, generator=g).int()
         tables = torch.zeros(len(needed), max(self.max_blocks, *needed, 1), dtype=torch.int32)
         keys = torch.full((len(order), size, kv_heads, d), torch.nan)
@@ -110,13 +132,18 @@ class PagedBatch:
             tables[row, :blocks] = own
             first += blocks
             for cache, width in ((keys, d), (values, dv)):
-                held = torch.full((blocks * size, kv_heads, width), torch.nan)
+                held = torch.full((blocks * span, kv_heads, width), torch.nan)
                 held[:length] = torch.randn(length, kv_heads, width, generator=g)
-                cache[own.long()] = held.view(blocks, size, kv_heads, width)
+                part = held.view(blocks, span, kv_heads, width)[:, offset : offset + size]
+                cache[own.long()] = part
         num_tokens = sum(self.counts)
         query = torch.randn(num_tokens + self.padding, num_heads, d, generator=g)
         begins = torch.tensor([0, *self.counts]).cumsum(0).int()
         sinks = torch.randn(num_heads, generator=g) if self.sinks else None
+        split = {"span": span, "offset": offset}
+        whole = {
+            "causal": self.causal, "sinks": None if sinks is None else sinks.to(device, self.dtype)
+        }  # fmt: skip
         return {
             "query": query.to(device, self.dtype),
             "key_cache": keys.to(device, self.cached or self.dtype),
@@ -126,28 +153,37 @@ class PagedBatch:
             "cu_seqlens_q": begins.to(device),
             "max_seqlen_q": max(1, *self.counts),
             "scale": d**-0.5,
-            "causal": self.causal,
             "window": self.window,
             "softcap": self.softcap,
-            "sinks": None if sinks is None else sinks.to(device, self.dtype),
+            **(whole if self.parts == 1 else split),
         }
 
 
 def largest_error(case: PagedBatch, device: torch.device | str = "cpu") -> float:
-    """The largest difference from the reference, relative to the reference's largest entry.
+    """The largest difference from the reference, relative to the reference's largest entry; of a
+    part's weights, the largest difference itself.
 
     Infinite where the kernel gives what is not a number.
     """
-    from hocket.runtime.triton.paged_attention import paged_attention
+    from hocket.runtime.triton.paged_attention import paged_attention, paged_attention_part
 
-    arguments = case.arguments(device)
-    found = paged_attention(**arguments)[: sum(case.counts)].double()
-    wanted = paged_attention_reference(**arguments)[: sum(case.counts)]
+    arguments, count = case.arguments(device), sum(case.counts)
+    worst = 0.0
+    if case.parts == 1:
+        found = paged_attention(**arguments)[:count].double()
+        wanted = paged_attention_reference(**arguments)[:count]
+    else:
+        found, weight = (one[:count].double() for one in paged_attention_part(**arguments))
+        wanted, weights = (one[:count] for one in paged_attention_part_reference(**arguments))
+        unseen = weights.isneginf()
+        if not torch.equal(unseen, weight.isneginf()):
+            return float("inf")
+        worst = float((weight - weights).masked_fill(unseen, 0.0).abs().amax()) if count else 0.0
     if not found.isfinite().all():
         return float("inf")
     if not wanted.numel():
-        return 0.0
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
+        return worst
+    return max(worst, float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)))
 
 
 def _cases() -> tuple[PagedBatch, ...]:
@@ -216,6 +252,24 @@ def _cases() -> tuple[PagedBatch, ...]:
             chunk, name="many short rows", counts=tuple(range(1, 18)),
             lengths=tuple(range(18, 1, -1)), heads=(6, 2),
         ),
+    ]  # fmt: skip
+    rows = PagedBatch(
+        name="", counts=(1, 1, 1, 9, 40), lengths=(40, 1, 17, 9, 151), parts=2, window=37,
+        softcap=4.0,
+    )  # fmt: skip
+    long = more(decode, counts=(1,), lengths=(900,), max_blocks=64)
+    whole += [
+        more(rows, name="the first half of blocks", window=None, softcap=None),
+        more(rows, name="the second half of blocks", index=1),
+        more(rows, name="a fourth of blocks of 192", block_size=48, parts=4, index=2, dtype=bf16),
+        more(
+            rows, name="a half of blocks cached in 8 bits", index=1, dtype=half,
+            cached=torch.float8_e4m3fn,
+        ),
+        more(long, name="a third of blocks, split keys", parts=3, index=1),
+        more(long, name="a half of blocks, split keys and a window", parts=2, window=300),
+        more(long, name="a half that no query sees", lengths=(9,), parts=2, index=1),
+        more(long, name="a half that no window reaches", lengths=(64,), window=16, parts=2),
     ]  # fmt: skip
     return tuple(more(case, seed=seed) for seed, case in enumerate(whole))
 

@@ -19,6 +19,9 @@ The GROUP query heads that share a key/value head are rows of the same tile, so 
 once for all of them and a decode step of one token still fills a tensor core's tile. Rows are
 numbered token by token over the sequence (row = token * GROUP + head), so GROUP can be any number.
 
+Where the cache holds a part of each block (SPAN above BLOCK_SIZE), the keys of a sequence are those
+of its parts, one after the other: `_held` of a position is how many of them come before it.
+
 Softmax is computed online in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023,
 section 3.1); splits of the keys are merged by their log-sum-exp (Flash-Decoding, Dao et al. 2023).
 """
@@ -48,7 +51,17 @@ def _sequence_of(cu_seqlens_q, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.
     return low
 
 
-@triton.jit(do_not_specialize=["window", "num_tokens", "num_rows", "max_blocks"])
+@triton.jit
+def _held(position, offset, BLOCK_SIZE: tl.constexpr, SPAN: tl.constexpr):
+    """Tokens of a sequence before `position` that the cache holds."""
+    held = position
+    if SPAN != BLOCK_SIZE:
+        rest = tl.minimum(tl.maximum(position % SPAN - offset, 0), BLOCK_SIZE)
+        held = position // SPAN * BLOCK_SIZE + rest
+    return held
+
+
+@triton.jit(do_not_specialize=["window", "offset", "num_tokens", "num_rows", "max_blocks"])
 def attend_kernel(
     query,  # [T, Hq, D]
     key_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
@@ -58,10 +71,11 @@ def attend_kernel(
     cu_seqlens_q,  # [R + 1] int32
     sinks,  # [Hq]; not read without HAS_SINKS
     out,  # [splits, T, Hq, DV]: float32 with SPLIT, else of the result's dtype and one split
-    lse,  # [splits, T, Hq] float32, base 2; not written without SPLIT
+    lse,  # [splits, T, Hq] float32: base 2 with SPLIT, else natural and only with RETURN_LSE
     scale,
     softcap,
     window,
+    offset,  # of the held part of a block, in the SPAN tokens that the block has; 0 without
     query_stride_token,
     query_stride_head,
     num_tokens,
@@ -72,6 +86,7 @@ def attend_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -82,10 +97,12 @@ def attend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid: (tiles, Hkv, splits). The last tiles see the most keys and start first."""
     LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -127,7 +144,9 @@ def attend_kernel(
     if CAUSAL:
         hi = tl.minimum(hi, context + tl.minimum((first + BLOCK_M - 1) // GROUP + 1, count))
     if HAS_WINDOW:
-        lo = tl.maximum(context + first // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
+        lo = tl.maximum(context + first // GROUP - window + 1, 0)
+        lo = _held(lo, offset, BLOCK_SIZE, SPAN) // BLOCK_N * BLOCK_N
+    hi = _held(hi, offset, BLOCK_SIZE, SPAN)
     if SPLIT:
         blocks = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_N)
         per_split = tl.cdiv(blocks, tl.num_programs(2)) * BLOCK_N
@@ -166,6 +185,8 @@ def attend_kernel(
             bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0)
             scores = softcap * bent
         visible = inside[None, :]
+        if SPAN != BLOCK_SIZE:
+            at = at // BLOCK_SIZE * SPAN + offset + at % BLOCK_SIZE
         if CAUSAL:
             visible = visible & (at[None, :] <= position[:, None])
         if HAS_WINDOW:
@@ -189,6 +210,8 @@ def attend_kernel(
     if SPLIT:
         saved = saved & (total > 0.0)
         tl.store(lse + place, top + tl.log2(divisor), mask=valid)
+    elif RETURN_LSE:
+        tl.store(lse + place, (top + tl.log2(divisor)) * LN2, mask=valid)
     tl.store(
         out + place[:, None] * DV + dv[None, :],
         result.to(out.dtype.element_ty),
@@ -201,13 +224,16 @@ def merge_kernel(
     partial,  # [splits, T, Hq, DV] float32
     lse,  # [splits, T, Hq] float32, base 2
     out,  # [T, Hq, DV]
+    weight,  # [T, Hq] float32, natural; not written without RETURN_LSE
     num_places,  # T * Hq
     splits,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
 ):
     """Grid: (T * Hq,). out = sum of 2 ** lse_s * partial_s over splits s / sum of 2 ** lse_s."""
+    LN2: tl.constexpr = 0.6931471805599453
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -221,5 +247,8 @@ def merge_kernel(
         other=0.0,
     )
     total = tl.sum(weights, 0)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    result = tl.sum(values * weights[:, None], 0) / divisor
+    if RETURN_LSE:
+        tl.store(weight + place, (top + tl.log2(divisor)) * LN2)
     tl.store(out + place * DV + dv, result.to(out.dtype.element_ty), mask=dv < DV)
