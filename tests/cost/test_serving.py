@@ -21,9 +21,10 @@ from hocket.cost.serving_constants import (
     serving_constants,
 )
 from hocket.cost.serving_rank import cached_elements, rank_core, rank_matmuls, touched_share
-from hocket.cost.serving_shape import latent_width, served_shape
+from hocket.cost.serving_shape import cached_shape, latent_width, served_shape
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct
 
 
 def prices(model: str, on: str, **options: object) -> ServingPrices:
@@ -90,6 +91,40 @@ def test_few_heads_are_held_by_several_ranks() -> None:
     four = prices("qwen3-235b-a22b", "8xH200", tp=4, precision="fp8")
     eight = prices("qwen3-235b-a22b", "8xH200", tp=8, precision="fp8")
     assert four.cache_bytes == eight.cache_bytes
+
+
+def _attending(heads: int, kv_heads: int, columns: tuple[int, ...], split: str) -> BlockShape:
+    """A layer of heads of 16 whose products read 64 elements, the last what it attended to."""
+    names = (*(f"attn.{i}" for i in range(len(columns))), "attn.out")
+    sizes = (*((n, 64) for n in columns), (64, heads * 16))
+    core = Attention(
+        name="attn", heads=heads, kv_heads=kv_heads, head_dim=16, value_dim=16, causal=True,
+        window=None, split=split, masked=False,
+    )  # fmt: skip
+    products = [
+        MatrixProduct(name=name, n=n, k=k, split=split, count=1.0, groups=1)
+        for name, (n, k) in zip(names, sizes, strict=True)
+    ]
+    return BlockShape(kind="layer", products=tuple(products), attention=(core,))
+
+
+@pytest.mark.parametrize(
+    ("traced", "columns", "cached"),
+    [
+        (2, (64, 32, 32), 2),
+        (4, (64, 32, 32), 2),  # repeated before they attend
+        (2, (128, 32, 32), 2),  # queries with a gate (Qwen3-Next)
+        (4, (64, 64, 64, 64), 4),  # a gate of its own (AFMoE)
+    ],
+)
+def test_cached_heads_are_those_of_keys(traced: int, columns: tuple[int, ...], cached: int) -> None:
+    block = _attending(4, traced, columns, "outside")
+    llama = shape("llama-3-8b")
+    whole = dataclasses.replace(llama, blocks={**llama.blocks, "layer": block})
+    assert served_shape(whole).blocks["layer"].attention[0].kv_heads == cached
+    # Of a shape with a plan, a layer that no plan splits is whole on every rank.
+    (core,) = cached_shape(whole).blocks["layer"].attention
+    assert (core.split, core.kv_heads) == ("outside", cached)
 
 
 def test_a_latent_vector_is_whole_on_every_rank() -> None:

@@ -90,8 +90,19 @@ def _serve(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]
         "memory": {rank: one["memory"] for rank, one in found.ranks.items()},
         "predicted": found.predicted,
         "host_reads": sorted({f"{r['what']} {r['where']}" for r in found.host_reads()}),
-        "different": [],
+        "different": _other_caches(found),
     }
+
+
+def _other_caches(found: serving.ServingReport) -> list[dict[str, Any]]:
+    """Stages whose bytes of a cached token are not the predicted ones."""
+    rows = []
+    for one in found.ranks.values() if found.predicted else ():
+        memory, stage = one["memory"], found.predicted[one["stage"]]
+        held = memory["cache"] / memory["cache_tokens"]
+        if held != stage["token"]:
+            rows.append({"stage": one["stage"], "token": held, "predicted": stage["token"]})
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,8 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal.types")
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--train", nargs="+", default=())
+    parser.add_argument("--serve", nargs="+", default=())
     asked = parser.parse_args(arguments)
-    steps = [("train", layout) for layout in asked.train] or STEPS
+    steps = [("train", layout) for layout in asked.train]
+    steps += [("serve", layout) for layout in asked.serve]
+    steps = steps or [*STEPS]
     with RehearsalWorkers() as workers, tempfile.TemporaryDirectory() as folder:
         for kind in asked.kinds or sorted(registry.causal_classes()):
             for step, layout in steps:

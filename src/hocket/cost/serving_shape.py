@@ -8,8 +8,9 @@ replicates a part, its products stand as `outside`. Engines split what can be sp
     head         vocabulary rows
     routers      stay whole
 
-Repeated key/value heads of a trace become those that are cached: what query, key and value products
-yield, less the queries.
+Key/value heads that a trace repeats, as many as query heads, become those that are cached: what
+query, key and value products yield, less the queries. (Where fewer are traced they are not
+repeated, and the query's product may hold a gate too: Qwen3-Next.)
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ def cached_shape(shape: ModelShape) -> ModelShape:
     """The shape as it was traced, with the key/value heads that are cached; of latent attention
     those that a prompt attends to, of which none is."""
     blocks = {}
+    planned = any(p.split != "outside" for b in shape.blocks.values() for p in b.products)
     for kind, block in shape.blocks.items():
         cores = served_shape(shape).blocks[kind].attention
-        if not all(p.split == "outside" for p in block.products):  # traced with a plan
+        if planned:  # what is `outside` then is whole on every rank
             cores = tuple(
                 own
                 if latent_width(own, block)
@@ -84,7 +86,7 @@ def cached_shape(shape: ModelShape) -> ModelShape:
 
 
 def _core(core: Attention, block: BlockShape) -> Attention:
-    if latent_width(core, block):
+    if latent_width(core, block) or core.kv_heads < core.heads:  # which were not repeated
         return dataclasses.replace(core, split="inside")
     inputs = [p for p in block.products if _reads_layer(p, core, block)]
     width = sum(p.n for p in inputs) - core.heads * core.head_dim
