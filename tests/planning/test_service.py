@@ -461,7 +461,7 @@ def test_serve_takes_every_layout_that_is_proposed() -> None:
         for one in candidate_replicas(problem):
             layout = Layout(dp=one.ep, pp=one.pp, cp=one.cp, tp=one.tp, ep=one.ep)
             legal_server_layout(source, layout, "cpu")
-            require_divided_blocks(BLOCK_SIZE, layout)
+            require_divided_blocks(BLOCK_SIZE, layout, "cpu")
             seen.add((name, one.cp))
     assert seen == {(name, cp) for name in names for cp in (1, 2, 4, 8)}
 

@@ -167,6 +167,73 @@ def experts_on_device(context: Any, folder: str, text: str, captured: bool) -> d
     return {"worst": worst / scale, "replays": runner.graphs.replays, **runner.graphs_json()}
 
 
+def longer_model(family: str) -> Any:
+    """A tiny model of a type with 128 positions; equal on every call."""
+    from hocket.doctor.families import spread_model
+    from hocket.models.proxy import proxy_of
+    from hocket.models.samples import sample_config
+    from hocket.models.skeleton import config_of
+
+    config = proxy_of(config_of(sample_config(family))).config.to_dict()
+    return spread_model({**config, "max_position_embeddings": 128}, 0.1)
+
+
+def context_on_device(context: Any, folder: str, cases: dict[str, bool]) -> list[dict[str, Any]]:
+    """Prompts in chunks that are split, and rows that decode, on the path of a GPU over context
+    ranks: by family the worst difference of this rank's logits from the whole
+    model's, as a share of the largest; steps that were replayed, and that were split.
+
+    Args:
+        cases: by type, whether decode steps are captured.
+    """
+    import torch
+
+    from hocket.runtime.mesh import Mesh
+    from hocket.serving.engine import attention, graphs
+    from hocket.serving.engine.runner import StageRunner
+    from hocket.training.build import build_model
+    from tests.serving.test_paged import by_reference
+
+    found = []
+    mesh: Any = None
+    for number, (family, captured) in enumerate(cases.items()):
+        plain = longer_model(family)
+        config = plain.config.to_dict()
+        spec = RunSpec(
+            model=family, config=config, layout=Layout(cp=2),
+            options=TrainOptions(dropout=0.0, attention=attention.NAME),
+            weights=str(Path(folder) / family), workload=Workload(dtype="fp32"), command="serve",
+        )  # fmt: skip
+        mesh = mesh or Mesh(spec.layout, context.rank)
+        _, skeleton, _, parallel = build_model(spec, mesh, None)
+        (stage,) = parallel.stages
+        graphs.DecodeGraphs._captured = _again if captured else _never  # type: ignore[method-assign]
+        runner = StageRunner(
+            stage, mesh, skeleton.config, block_size=4, max_num_seqs=4, max_num_batched_tokens=128,
+            max_model_len=128, chooser=by_reference, graphs=_Nothing(),
+        )  # fmt: skip
+        runner.allocate(64)
+        draw = torch.Generator().manual_seed(number)
+        vocab = config["vocab_size"]
+        prompts = [torch.randint(vocab, (n,), generator=draw).tolist() for n in (100, 9, 75)]
+        scheduler = ToyScheduler(prompts, block_size=4, num_blocks=64, chunks=(1, 1, 5, 33))
+        with torch.no_grad():
+            wanted = [plain(torch.tensor([tokens])).logits[0] for tokens in prompts]
+        split = 0
+
+        def run(plan: Any, runner: StageRunner = runner) -> Any:
+            nonlocal split
+            split += runner.num_tokens(plan) < len(plan.tokens)
+            return runner.run(plan)
+
+        worst = compare_pages(scheduler, run, wanted) / max(float(x.abs().max()) for x in wanted)
+        assert runner.graphs is not None
+        found.append(
+            {"family": family, "worst": worst, "split": split, "replays": runner.graphs.replays}
+        )
+    return found
+
+
 class _Nothing:
     """A device of graphs whose captures are stood for."""
 

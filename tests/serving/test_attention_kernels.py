@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -160,6 +161,43 @@ def test_the_trial_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(attention_cuda, "attend_pools", broken)
     why = trial(triton, layers[0], 16)
     assert why == "failed in a trial: RuntimeError: no kernel image is available"
+
+
+@pytest.mark.parametrize(("ranks", "asked", "block"), [(2, None, 32), (3, None, 48), (2, 64, 64)])
+def test_over_context_ranks_a_kernel_attends_to_parts_of_blocks(
+    ranks: int, asked: int | None, block: int
+) -> None:
+    accelerator = Accelerator(H100, frozenset({FA3, TRITON}))
+    latent = LayerKind(LayerShape(8, 1, 40, 32, torch.float32, latent=True))
+    for layer, name in ((kind(), "triton"), (latent, "latent")):
+        choice = choose_kernels([layer], accelerator, asked, ranks=ranks)
+        assert (choice.chosen[0].kernel, choice.block_size) == (name, block)
+        assert "attends to whole sequences" in choice.chosen[0].rejected["fa3"] or name == "latent"
+    with pytest.raises(ModelError, match=rf"multiple of {16 * ranks} tokens over cp") as caught:
+        choose_kernels([kind()], accelerator, 16, ranks=ranks)
+    assert caught.value.hint == f"--block-size {16 * ranks}"
+
+
+def test_the_trial_of_a_part_tells_a_right_kernel_from_a_wrong_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hocket.serving.engine import attention_cuda
+
+    trial = attention_cuda.Trial(torch.device("cpu"), 2)
+    triton, latent = (next(k for k in KERNELS if k.name == name) for name in ("triton", "latent"))
+    shape = LayerShape(8, 1, 40, 32, torch.float32, latent=True)
+    for window in (None, 7):
+        assert trial(latent, LayerKind(shape, window), 32) is None
+    attend = attention_cuda.attend_block_parts
+
+    def shifted(name: str, q: Any, pools: Any, step: Any, options: Any, part: Any) -> Any:
+        if name == "triton":
+            part = dataclasses.replace(part, begin=0)
+        return attend("reference", q, pools, step, options, part)
+
+    monkeypatch.setattr(attention_cuda, "attend_block_parts", shifted)
+    for layer in (kind(16, dtype="float32"), kind(16, window=7)):
+        assert "off by" in str(trial(triton, layer, 32))
 
 
 def test_strided_queries_are_made_dense_before_pointers_are_handed_over() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hocket.spec.layout import Layout
 from tests.families import SERVED, whole_model
 from tests.ranks import RankPool
+from tests.serving.paged_cases import longer_model
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
@@ -100,3 +101,26 @@ def test_experts_over_ranks_read_nothing_and_answer_as_the_whole_model(
         assert found[0]["replays"] > 0
     else:
         assert "not here" in found[0]["reason"]
+
+
+CONTEXT = {
+    "llama": True, "gemma2": False, "gpt_oss": True, "deepseek_v3": True, "bamba": True,
+    "qwen3_next": False,
+}  # fmt: skip
+"""By type, whether decode steps are captured."""
+
+
+def test_context_ranks_on_the_path_of_a_gpu_answer_as_the_whole_model(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Windows, sinks, soft caps, latent vectors, recurrent states."""
+    for family in CONTEXT:
+        longer_model(family).save_pretrained(tmp_path / family)
+    every = ranks.run(
+        "tests.serving.paged_cases:context_on_device", 2, folder=str(tmp_path), cases=CONTEXT
+    )
+    for rows in zip(*every, strict=True):
+        assert max(row["worst"] for row in rows) < 2e-5, rows
+        assert all(row["split"] > 0 for row in rows)
+    assert [row["replays"] > 0 for row in every[0]] == list(CONTEXT.values())
+    assert [row["replays"] for row in every[0]] == [row["replays"] for row in every[1]]

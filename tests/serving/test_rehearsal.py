@@ -16,8 +16,11 @@ from hocket.cli.rehearse import print_serving
 from hocket.jobs.rehearsal_workers import RehearsalWorkers, equal_ranks
 from hocket.jobs.serving import rehearse as job
 from hocket.jobs.serving.rehearsal_fit import require_replica
+from hocket.models.proxy import proxy_of
+from hocket.models.samples import sample_config
+from hocket.models.skeleton import config_of
 from hocket.simulation.nccl import RULES, EnqueuedOp, Trace, simulate_nccl
-from hocket.spec.errors import LayoutError, OptionError, ScheduleError
+from hocket.spec.errors import LayoutError, ModelError, OptionError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.serving import ServeOptions
@@ -302,19 +305,42 @@ def test_equal_tensor_ranks_are_executed_once() -> None:
     assert len(set(experts.values())) == 4
 
 
-@pytest.mark.parametrize("layout", ["cp2"])
-def test_context_ranks_end_and_hold_their_shard(workers: RehearsalWorkers, layout: str) -> None:
-    """Steps that are split and steps that are not. Which keys are whose is settled on the host, so
-    copies of a step's indices wait; nothing is read back."""
-    spec = replica("llama", layout, max_num_batched_tokens=512, block_size=16, num_blocks=None)
+@pytest.mark.parametrize(
+    ("family", "layout", "kernels"),
+    [
+        ("llama", "cp2", ["triton"]),
+        ("llama", "tp2.cp2", ["triton"]),
+        ("deepseek_v3", "pp2.cp2", ["latent"]),
+        ("qwen3_next", "cp2", ["triton"]),
+    ],
+)
+def test_context_ranks_end_read_nothing_and_hold_their_shard(
+    workers: RehearsalWorkers, family: str, layout: str, kernels: list[str]
+) -> None:
+    """Steps that are split and steps that are not: nothing waits, decode is captured with its
+    collectives."""
+    spec = replica("llama", layout, max_num_batched_tokens=512, num_blocks=None)
+    if family != "llama":
+        config = proxy_of(config_of(sample_config(family))).config.to_dict()
+        spec = dataclasses.replace(spec, config={**config, "max_position_embeddings": 64})
     found = job.rehearse_replica(spec, workers=workers)
     assert found.ends
-    assert {read["what"] for read in found.host_reads()} == {"copy from the host"}
-    degrees = Layout.parse(layout)
-    assert len(found.ranks) == degrees.world_size
+    assert found.host_reads() == []
     assert found.predicted is not None
     for one in found.ranks.values():
-        memory, (predicted,) = one["memory"], found.predicted
-        assert one["graphs"]["sizes"] == []
+        memory, predicted = one["memory"], found.predicted[one["stage"]]
+        assert one["graphs"]["reason"] == ""
+        assert one["graphs"]["sizes"] == [1, 2, 4, 8]
+        attends = sum(row["layers"] for row in one["attention"])
+        assert [row["kernel"] for row in one["attention"]] == kernels
+        assert memory["block_size"] == 32
+        # of each layer that attends, logarithms are gathered and what was attended to is summed
+        assert one["graphs"]["collectives"] >= 2 * attends
         assert predicted["weights"] == pytest.approx(memory["weights"], rel=0.01)
         assert predicted["token"] * memory["cache_tokens"] == memory["cache"]
+
+
+def test_a_block_that_no_context_rank_reads_a_part_of_names_one(workers: RehearsalWorkers) -> None:
+    with pytest.raises(ModelError, match="multiple of 32 tokens over cp 2, not 16") as caught:
+        job.rehearse_replica(replica("llama", "cp2", block_size=16), workers=workers)
+    assert caught.value.hint == "--block-size 32"

@@ -30,6 +30,7 @@ from hocket.serving.engine import attention  # noqa: E402
 from hocket.serving.engine.attention_kernels import Choice, Chosen  # noqa: E402
 from hocket.serving.engine.families import self_check  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
+from hocket.serving.engine.staging import Staging  # noqa: E402
 from hocket.serving.engine.states_context import ContextStates  # noqa: E402
 from hocket.serving.scheduling.blocks import SnapshotPool  # noqa: E402
 from hocket.simulation.nccl import Trace  # noqa: E402
@@ -177,8 +178,9 @@ def test_a_prompt_continues_on_the_next_rank_wherever_it_is_split(kind: str) -> 
                 group: Any = Handing(trace, tuple(range(size)), sent)
                 axis, own = Axis("cp", size, rank, tuple(range(size)), group), pools()
                 step = ContextStates(
-                    17, each, torch.zeros(0, dtype=torch.long), prompts, axis, record.Recorder(rank)
-                )
+                    17, each, torch.zeros(0, dtype=torch.long), prompts, axis,
+                    record.Recorder(rank), Staging(64, torch.device("cpu")),
+                )  # fmt: skip
                 tokens = torch.nn.functional.pad(hidden, (0, 0, 0, each))
                 got.append(step.run(own, call, tokens[:, rank * each : (rank + 1) * each]))
                 for first, count, slot, cuts in prompts:

@@ -175,7 +175,7 @@ class MeasuredServing:
         block, tp = replica.blocks[kind], layout.tp
         # A prompt's last chunk asks for one row; which it is in, the mean does not know.
         head = max(step.decode_batch, 1.0)
-        tokens = head if kind == "head" else float(own_tokens(step.tokens, layout.cp))
+        tokens = head if kind == "head" else float(own_tokens(step, layout.cp, gpu=not replica.cpu))
         held = float(replica.weight_bytes(stage))
         work = sum(self._matmul(one, held) for one in rank_matmuls(block, layout, tokens))
         work += self._between(
@@ -200,7 +200,7 @@ class MeasuredServing:
             summed = self.links.sum if self._kernels else self.links.all_reduce
             sums += [summed("tp", hidden, tp)] * count
         for core in replica.cores[kind] if layout.cp > 1 else ():
-            each = context_collectives(core, layout, step.tokens, replica.state_bytes)
+            each = context_collectives(core, layout, step, replica.state_bytes, gpu=not replica.cpu)
             for name, size in each:
                 if size > 0:
                     sums.append(self.links.collective(name, "cp", round(float(size)), layout.cp))

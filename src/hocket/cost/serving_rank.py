@@ -59,9 +59,16 @@ class RankMatmul(NamedTuple):
     grouped: bool = False
 
 
-def own_tokens(tokens: Any, cp: Any) -> Any:
-    """Tokens of a step that one context rank computes: its part, or all of few."""
-    return np.where(tokens >= SPLIT_TOKENS * cp, tokens / cp, tokens)
+def is_split(load: StepLoad, cp: Any, *, gpu: bool) -> Any:
+    """Whether context ranks divide the tokens of a step, as `serving.engine` does: not few, and on
+    a GPU no step that decodes alone."""
+    split = load.tokens >= SPLIT_TOKENS * cp
+    return split & (load.prefill_tokens > 0) if gpu else split
+
+
+def own_tokens(load: StepLoad, cp: Any, *, gpu: bool) -> Any:
+    """Tokens of a step that one context rank computes: its part, or all."""
+    return np.where(is_split(load, cp, gpu=gpu), load.tokens / cp, load.tokens)
 
 
 def fused_elements(block: BlockShape, at: Any, tokens: Any) -> list[Any]:
@@ -142,11 +149,13 @@ def rank_core(core: Attention, block: BlockShape, at: Any) -> RankCore:
     )
 
 
-def context_collectives(core: RankCore, at: Any, tokens: Any, width: Any) -> list[tuple[str, Any]]:
+def context_collectives(
+    core: RankCore, at: Any, load: StepLoad, width: Any, *, gpu: bool
+) -> list[tuple[str, Any]]:
     """Collectives of context ranks in one layer, as `serving.engine` has them, and their bytes:
     queries, keys and values of the step's tokens where they are divided, of `width` bytes an
     element; logarithms, and what each attended to, in fp32."""
-    split = tokens >= SPLIT_TOKENS * at.cp
+    tokens, split = load.tokens, is_split(load, at.cp, gpu=gpu)
     result = 4.0 * tokens * core.heads * core.value_dim
     given = tokens * (core.heads * core.head_dim + core.cached) * width
     return [

@@ -169,7 +169,7 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
     constants = at.constants
     around = constants.step_time + constants.sequence_time * load.decode_batch
     load = load.of_data_rank(at.dp)
-    tokens = own_tokens(load.tokens, at.cp)
+    tokens = own_tokens(load, at.cp, gpu=True)
     layers = np.zeros(np.broadcast(tokens, at.tp).shape)
     for kind in dict.fromkeys(shape.layers):
         layers = layers + shape.layers.count(kind) * _layer(shape, shape.blocks[kind], at, load)
@@ -189,7 +189,7 @@ def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepPar
 
 def _layer(shape: ModelShape, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
     constants = at.constants
-    tokens = own_tokens(load.tokens, at.cp)
+    tokens = own_tokens(load, at.cp, gpu=True)
     time = _matmuls(block, at, tokens)
     for core in block.attention:
         one = rank_core(core, block, at)
@@ -263,7 +263,7 @@ def _attention(one: RankCore, at: ReplicaColumns, load: StepLoad) -> Floats:
 
 def _over_context(core: RankCore, at: ReplicaColumns, load: StepLoad) -> Floats:
     total = np.zeros_like(load.tokens + at.cp)
-    for name, nbytes in context_collectives(core, at, load.tokens, ACTIVATION):
+    for name, nbytes in context_collectives(core, at, load, ACTIVATION, gpu=True):
         if np.any(at.cp > 1):
             seconds = group(name, nbytes, at.cp, at.tp, at.platform)
             total = total + np.where((at.cp > 1) & (nbytes > 0), seconds, 0.0)

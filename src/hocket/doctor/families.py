@@ -90,11 +90,16 @@ def whole_model(family: str, spread: float = 0.6) -> Any:
     are not at one and biases not at zero: a norm left out or a bias added twice shows. `spread` is
     the standard deviation of what is added in layers.
     """
+    return spread_model(SERVED[family], spread)
+
+
+def spread_model(config: dict[str, Any], spread: float) -> Any:
+    """As `whole_model`, of a configuration."""
     import torch
 
     from hocket.models.skeleton import build_skeleton
 
-    model: Any = build_skeleton(SERVED[family], device="cpu", dropout=0.0)
+    model: Any = build_skeleton(config, device="cpu", dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model.initialize_weights()

@@ -132,6 +132,12 @@ CHECKS = (
          "compare_generation",
          "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
          arguments={"layout": "dp2.ep2"}),
+    _row("generate-cp2", "greedy answers of a tiny Llama at cp2, a prompt's tokens and every block "
+         "of the cache over two GPUs, decode steps captured in CUDA graphs with the merging of "
+         "what they attend to, compared with one GPU", "compare_generation",
+         "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
+         arguments={"layout": "cp2"}, rehearsals=(CPU, FAKE),
+         fake="hocket.doctor.fake:fake_server"),
     _row("one-gpu-nccl", "two ranks on one GPU, joined by NCCL", "one_gpu",
          "an all-reduce is right",
          arguments={"backend": "nccl"}, gpus=1, seconds=7.0, rehearsals=(),
@@ -376,7 +382,7 @@ def compare_generation(place: Place, *, layout: str) -> CheckOutcome:
     from hocket.serving.request import SamplingParams
 
     sampling = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
-    prompts = [[5, 9, 33, 12, 60, 7], [11, 4, 50]]
+    prompts = [[5, 9, 33, 12, 60, 7], [11, 4, 50], [*range(3, 43)]]  # the last is split over cp2
     answers = []
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:
         saved_model(Place("cpu"), model_of(layout), Path(folder))

@@ -206,9 +206,7 @@ def build_part(
     _, skeleton, _, parallel = build_model(spec, mesh, schedule)
     (stage,) = parallel.stages
     cp = mesh.axis("cp")
-    ahead = None if cp.size == 1 else depth or mesh.axis("pp").size  # no graphs to launch early
-    plans, lookahead = depth_of(depth or ahead, mesh.axis("pp").size, mesh.device.type)
-    lookahead = lookahead and cp.size == 1
+    plans, lookahead = depth_of(depth, mesh.axis("pp").size, mesh.device.type)
     runner = StageRunner(
         stage,
         mesh,
@@ -255,7 +253,7 @@ def build_part(
             )  # fmt: skip
     part = StagePart(
         runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=plans,
-        balancer=balancer_of(stage.module, options.rebalance_steps),
+        balancer=balancer_of(stage.module, options.rebalance_steps), last=runner.last_tokens,
     )  # fmt: skip
     limits = SchedulerLimits(
         num_blocks=num_blocks,

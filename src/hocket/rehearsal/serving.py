@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hocket.models.plan_cache import built_plan
 from hocket.models.skeleton import build_skeleton
@@ -36,11 +35,9 @@ from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
 from hocket.schedules.registry import build_schedule
 from hocket.serving.engine import attention
-from hocket.serving.engine.attention_context import ContextStep
 from hocket.serving.engine.attention_kernels import Accelerator, Choice, choose_kernels
-from hocket.serving.engine.cache import BlockTables, cache_dtype
+from hocket.serving.engine.cache import cache_dtype
 from hocket.serving.engine.device_sampler import DeviceSampler
-from hocket.serving.engine.graphs import DecodeGraphs
 from hocket.serving.engine.memory import CUDA_SHARE
 from hocket.serving.engine.part import StagePart
 from hocket.serving.engine.runner import StageRunner
@@ -121,7 +118,7 @@ class ServingRehearsal:
         return {"rank": found.to_json(), "serving": said}
 
     def _chosen(self, kinds: Any, block_size: int | None) -> Choice:
-        return choose_kernels(kinds, self.accelerator, block_size)
+        return choose_kernels(kinds, self.accelerator, block_size, ranks=self.spec.layout.cp)
 
     def _execute(self, found: RankRehearsal, execution: Execution) -> dict[str, Any]:
         world, memory, launches = execution.world, execution.memory, execution.launches
@@ -140,15 +137,14 @@ class ServingRehearsal:
         )  # fmt: skip
         (stage,) = parallel.stages
         stages = mesh.axis("pp").size
-        over = mesh.axis("cp")
-        lookahead = stages == over.size == 1
+        lookahead = stages == 1
         capture = _Capture(launches, world)
         with execution.fake(), torch.inference_mode():
             allocate(stage.module, device)
             if options.quantization is not None:
                 store_in_fp8(parallel)
             memory.own("parameters", stage.module.parameters())
-            runner = _Runner(
+            runner = StageRunner(
                 stage, mesh, self.skeleton.config, block_size=options.block_size,
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -173,11 +169,12 @@ class ServingRehearsal:
             most = 2 * options.max_num_seqs * longest
             fitting = max(0, room // each) if each else most  # recurrent layers alone keep no keys
             num_blocks = max(longest, min(options.num_blocks or fitting, most))
-            graphs = runner.made(num_blocks, options.max_num_seqs)
+            # The graph of most rows: smaller ones hold the same kernels.
+            graphs = runner.capture(num_blocks, (options.max_num_seqs,))
             assert runner.cache is not None
             memory.own("other", [*runner.cache.keys, *runner.cache.values])
             sampler = None
-            if stage.is_last and over.index == 0:
+            if stage.is_last and mesh.axis("cp").index == 0:
                 config: Any = self.skeleton.config
                 vocab_size = int(config.get_text_config(decoder=True).vocab_size)
                 sampler = DeviceSampler(
@@ -186,7 +183,7 @@ class ServingRehearsal:
                 )  # fmt: skip
             part = StagePart(
                 runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype,
-                depth=2 if lookahead else stages,
+                depth=2 if lookahead else stages, last=runner.last_tokens,
             )  # fmt: skip
             steps: dict[str, Any] = {}
             execution.begin(recorder)
@@ -222,9 +219,8 @@ class ServingRehearsal:
             "attention": runner.attention_json(),
             "largest": {"tokens": options.max_num_batched_tokens, "host_reads": sum(waits)},
             "graphs": {
-                "sizes": graphs.sizes if graphs is not None and graphs.captured else [],
-                "reason": capture.reason
-                or (runner.graphs_json()["reason"] if graphs is None else graphs.reason),
+                "sizes": graphs.sizes if graphs.captured else [],
+                "reason": capture.reason or graphs.reason,
                 "launches": capture.kernels,
                 "collectives": capture.collectives,
             },
@@ -299,24 +295,6 @@ def _reads(launches: Launches) -> list[dict[str, Any]]:
         for (what, place), count in launches.host_reads.items()
         if not (what == "Event.synchronize" and "engine/staging.py" in place)
     ]
-
-
-class _Runner(StageRunner):
-    """What a step over context ranks settles on the host is settled: not fake."""
-
-    def context_step(self, plan: StepPlan) -> ContextStep:
-        with _disable_current_modes():
-            return super().context_step(plan)
-
-    def made(self, num_blocks: int, rows: int) -> DecodeGraphs | None:
-        """The cache, and the graph of a decode step of most rows where it is captured: smaller
-        ones hold the same kernels."""
-        if self.context.size == 1:
-            return self.capture(num_blocks, (rows,))
-        self.allocate(num_blocks)
-        with _disable_current_modes():
-            self.tables = BlockTables(self.max_num_seqs, self._max_blocks)
-        return None
 
 
 class _Replay:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
+from hocket.spec.serving import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from hocket.models.dimensions import Dimensions
@@ -27,8 +28,10 @@ def whole_chunks(layout: Layout, model: Dimensions) -> int:
     return 2 * layout.cp * max(1, model.handed_width)
 
 
-def require_divided_blocks(block_size: int, layout: Layout) -> None:
-    """Raise OptionError for blocks of the cache whose tokens do not divide over context ranks."""
+def require_divided_blocks(block_size: int | None, layout: Layout, device: str) -> None:
+    """Raise OptionError for blocks of the cache whose tokens do not divide over context ranks; on
+    CUDA those that are asked for, as others are chosen so that they do."""
+    block_size = block_size or (BLOCK_SIZE if device == "cpu" else layout.cp)
     if block_size % layout.cp:
         raise OptionError(
             f"block_size is {block_size}; its tokens do not divide over cp {layout.cp}",

@@ -182,7 +182,7 @@ def server(
     )
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
     sizes = _sizes(options, source, device)
-    context.require_divided_blocks(sizes.block_size or BLOCK_SIZE, layout)
+    context.require_divided_blocks(sizes.block_size, layout, device)
     if sizes.redundant_experts and wanted.auto:
         raise OptionError(
             "--layout auto places no copies of experts (--redundant-experts)",

@@ -25,11 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from hocket.models.latent import LatentHeads
-from hocket.runtime.collectives import all_gather, all_reduce, reduce_scatter
 from hocket.runtime.mesh import Axis
-from hocket.runtime.record import Recorder
 from hocket.serving.engine.attention import Options
-from hocket.serving.engine.attention_chunks import sunk
 from hocket.serving.engine.attention_pieces import (
     Piece,
     attend_piece,
@@ -38,102 +35,61 @@ from hocket.serving.engine.attention_pieces import (
 )
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache, as_cached, read, write
-from hocket.spec.serving import SPLIT_TOKENS
+from hocket.serving.engine.context_exchange import BlockPart, Exchange, TokenShare
 
 _PIECE = 1024
 """Cached tokens of a row that are gathered at once."""
 
 
-def local_tokens(count: int, ranks: int) -> int:
-    """Tokens of a step that a context rank computes: its part, the last padded, or all."""
-    return -(-count // ranks) if count >= SPLIT_TOKENS * ranks else count
-
-
 @dataclasses.dataclass(slots=True)
 class ContextStep:
-    """What of a step is a context rank's, on the CPU.
+    """What of a step is a context rank's, on a CPU.
 
     Attributes:
         step: the whole step's indices. local: those of the tokens that this rank computes.
-        each: how many these are, from `first` on; `split`: whether they are a part.
+        share: which these are.
         counts: of each rank, tokens whose logits are asked for and which it computes.
+        part: of each block that it holds.
         own: tokens whose keys and values it stores, at `places` of its pool.
-        part: tokens of a block that it has, from `begin` on. block: tokens of a block.
     """
 
     step: StepIndices
     local: StepIndices
-    each: int
-    first: int
-    split: bool
+    share: TokenShare
     counts: list[int]
+    part: BlockPart
     own: Tensor
     places: Tensor
-    block: int
-    part: int
-    begin: int
 
     @classmethod
     def of(cls, step: StepIndices, axis: Axis) -> ContextStep:
         """That of this rank of the axis."""
-        count, block = step.num_tokens, step.block_size
-        part = block // axis.size
-        each = local_tokens(count, axis.size)
-        blocks = step.places // block
-        at = step.places - blocks * block
-        own = (at // part == axis.index).nonzero().squeeze(1)
-        owner = step.wanted // each
-        first = each * axis.index if each < count else 0
-        return cls(
-            step=step,
-            local=_tokens_of(step, first, each) if each < count else step,
-            each=each,
-            first=first,
-            split=each < count,
-            counts=[int((owner == rank).sum()) for rank in range(axis.size)],
-            own=own,
-            places=blocks[own] * part + at[own] % part,
-            block=block,
-            part=part,
-            begin=part * axis.index,
-        )
-
-
-def _tokens_of(step: StepIndices, first: int, each: int) -> StepIndices:
-    """The indices of `each` tokens, the last ones of padding."""
-    tokens, positions = (one[first : first + each] for one in (step.tokens, step.positions))
-    missing = each - tokens.shape[0]
-    wanted = step.wanted - first
-    return dataclasses.replace(
-        step,
-        tokens=nn.functional.pad(tokens, (0, missing)),
-        positions=nn.functional.pad(positions, (0, missing)),
-        wanted=wanted[(wanted >= 0) & (wanted < each)],
-    )
+        part = BlockPart.of(step.block_size, axis)
+        share = TokenShare.of(step.num_tokens, axis)
+        held, places = part.own(step.places)
+        own = held.nonzero().squeeze(1)
+        asked, local = step.wanted.tolist(), step
+        if share.split:
+            local = dataclasses.replace(
+                step,
+                tokens=share.part(step.tokens),
+                positions=share.part(step.positions),
+                wanted=torch.tensor(share.wanted(asked), dtype=torch.long),
+            )
+        return cls(step, local, share, share.counts(asked), part, own, places[own])
 
 
 class ContextAttention:
-    """Attention of one step on one context rank, over all layers in calling order.
+    """Attention of one step on one context rank, on a CPU, over all layers in calling order.
 
     Args:
         cache: of the stage, of this rank's part of each block; [blocks, part, K, D].
         step: this rank's.
-        axis: the context ranks. recorder: of their collectives.
-        device: of the cache.
+        exchange: with the other ranks.
     """
 
-    def __init__(
-        self,
-        cache: PagedCache,
-        step: ContextStep,
-        axis: Axis,
-        recorder: Recorder,
-        device: torch.device,
-    ) -> None:
-        self.cache, self.step, self.device = cache, step, device
-        self._own, self._stored = step.own.to(device), step.places.to(device)
-        self._lengths, self._tables = step.step.lengths.to(device), step.step.tables.to(device)
-        self.axis, self.recorder = axis, recorder
+    def __init__(self, cache: PagedCache, step: ContextStep, exchange: Exchange) -> None:
+        self.cache, self.step, self.exchange = cache, step, exchange
         self._layer = 0
 
     def attend(
@@ -142,11 +98,11 @@ class ContextAttention:
         """Query [1, A, t, D], key and value [1, K, t, .] of the tokens that this rank computes, to
         [1, t, A, E]."""
         layer, self._layer = self._layer, self._layer + 1
-        q, k, v = self._gathered(query[0], key[0], value[0])
+        q, k, v = self.exchange.gathered(query[0], key[0], value[0])
         pools = self.cache.keys[layer], self.cache.values[layer]
         for pool, new in zip(pools, (k, v), strict=True):
-            rows = new.transpose(0, 1).index_select(0, self._own).flatten(1)
-            write(pool, self._stored, as_cached(pool, rows))
+            rows = new.transpose(0, 1).index_select(0, self.step.own).flatten(1)
+            write(pool, self.step.places, as_cached(pool, rows))
         heads = pools[0].shape[2]
 
         def rows_of(blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -169,15 +125,16 @@ class ContextAttention:
                 )
             )
         mixed, weight = torch.cat([p[0] for p in parts], 2), torch.cat([p[1] for p in parts], 2)
-        return self._merged(mixed.flatten(0, 1), weight.flatten(0, 1), options, query.dtype)
+        mixed, weight = mixed.flatten(0, 1).transpose(0, 1), weight.flatten(0, 1).t().contiguous()
+        return self.exchange.merged(mixed, weight, options, query.dtype)
 
     def attend_latent(self, heads: LatentHeads, query: Tensor, options: Options) -> Tensor:
         """As `attend`, to latent vectors: [1, t, A, E]."""
         layer, self._layer = self._layer, self._layer + 1
-        q, latent, _ = self._gathered(query[0], heads.taken().unsqueeze(0), None)
+        q, latent, _ = self.exchange.gathered(query[0], heads.taken().unsqueeze(0), None)
         pool = self.cache.keys[layer]
         width, size = heads.width, heads.latent_size
-        pool.view(-1, width).index_copy_(0, self._stored, latent[0][self._own])
+        pool.view(-1, width).index_copy_(0, self.step.places, latent[0][self.step.own])
 
         def rows_of(blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             cached = pool.index_select(0, blocks).view(*shape, width).unsqueeze(-3)
@@ -198,50 +155,13 @@ class ContextAttention:
             )
             parts.append((mixed[:, 0], weight[:, 0]))
         mixed, weight = torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts], 1)
-        return self._merged(mixed, weight, options, query.dtype)
-
-    # --- between ranks -------------------------------------------------------------------------
-
-    def _gathered(
-        self, query: Tensor, key: Tensor, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [heads, t, size], of all tokens: [heads, T, size]."""
-        given = [query, key] if value is None else [query, key, value]
-        if not self.step.split:
-            return query, key, key if value is None else value
-        flat = torch.cat([one.transpose(0, 1).flatten(1) for one in given], 1)
-        whole = all_gather(flat, self.axis, self.recorder)[: self.step.step.num_tokens]
-        sizes = [one.shape[0] * one.shape[2] for one in given]
-        found = [
-            each.reshape(-1, one.shape[0], one.shape[2]).transpose(0, 1)
-            for each, one in zip(whole.split(sizes, 1), given, strict=True)  # type: ignore[no-untyped-call]
-        ]
-        return found[0], found[1], found[-1]
-
-    def _merged(
-        self, mixed: Tensor, weight: Tensor, options: Options, dtype: torch.dtype
-    ) -> Tensor:
-        """Attended values [A, T, E] of all ranks, each with its logarithm [A, T], as one, of the
-        tokens that this rank computes: [1, t, A, E]."""
         mixed, weight = mixed.transpose(0, 1), weight.t().contiguous()
-        every = all_gather(weight.unsqueeze(0), self.axis, self.recorder)
-        total = every.logsumexp(0)
-        share = mixed * torch.exp(weight - total).unsqueeze(-1)
-        found = sunk(share, total, options.sinks).contiguous()
-        if self.step.split:
-            missing = self.step.each * self.axis.size - found.shape[0]
-            padded = nn.functional.pad(found, (0, 0, 0, 0, 0, missing))
-            return reduce_scatter(padded, self.axis, self.recorder).to(dtype).unsqueeze(0)
-        all_reduce(found, self.axis, self.recorder)
-        return found.to(dtype).unsqueeze(0)
+        return self.exchange.merged(mixed, weight, options, query.dtype)
 
     # --- this rank's keys ----------------------------------------------------------------------
 
     def _places(self, first: int, columns: int) -> Tensor:
-        """Positions in the sequence of this rank's tokens of blocks `first` and so many: [n]."""
-        step, device = self.step, self.device
-        block = torch.arange(first, first + columns, device=device).unsqueeze(1) * step.block
-        return (block + step.begin + torch.arange(step.part, device=device)).view(-1)
+        return self.step.part.positions(first, columns, self.cache.device)
 
     def _decoded(
         self,
@@ -250,10 +170,10 @@ class ContextAttention:
         options: Options,
     ) -> Piece:
         """Queries [R, K, G, 1, D] of the rows that decode."""
-        step = self.step
+        step = self.step.step
         return attend_rows(
-            asked, rows_of, self._tables, self._lengths.unsqueeze(1), options,
-            places=self._places, columns=max(1, _PIECE // step.part),
+            asked, rows_of, step.tables, step.lengths.unsqueeze(1), options,
+            places=self._places, columns=max(1, _PIECE // self.step.part.size),
         )  # fmt: skip
 
     def _chunks(
@@ -261,22 +181,20 @@ class ContextAttention:
     ) -> Iterator[tuple[int, int, Callable[[Options], Iterator[tuple[Tensor, Tensor]]]]]:
         """First token and tokens of each chunk, and its pieces: blocks, and what each query does
         not see of them [c, n]."""
-        step = self.step
-        device = self.device
-        columns = max(1, _PIECE // step.part)
-        for chunk in step.step.chunks:
-            blocks = chunk.blocks.to(device)
-            own = torch.arange(chunk.start, chunk.start + chunk.count, device=device).unsqueeze(1)
+        part = self.step.part
+        columns = max(1, _PIECE // part.size)
+        for chunk in self.step.step.chunks:
+            own = torch.arange(chunk.start, chunk.start + chunk.count).unsqueeze(1)
 
             def pieces(
                 options: Options,
-                blocks: Tensor = blocks,
+                blocks: Tensor = chunk.blocks,
                 own: Tensor = own,
                 start: int = chunk.start,
             ) -> Iterator[tuple[Tensor, Tensor]]:
                 oldest = 0
                 if options.window is not None:
-                    oldest = max(0, start + 1 - options.window) // step.block
+                    oldest = max(0, start + 1 - options.window) // part.span
                 for begin in range(oldest, blocks.shape[0], columns):
                     some = blocks[begin : begin + columns]
                     at = self._places(begin, some.shape[0])

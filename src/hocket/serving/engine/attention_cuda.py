@@ -12,7 +12,8 @@ Legend: T tokens of the step, R rows, A query heads, K key/value heads, D head s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,9 @@ from hocket.models.latent import LatentHeads
 from hocket.serving.engine import attention_latent
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_kernels import KernelRow, LayerKind
+from hocket.serving.engine.attention_pieces import Piece
 from hocket.serving.engine.cache import PagedCache, as_cached, holds_8_bits, write
+from hocket.serving.engine.context_exchange import BlockPart, Exchange
 from hocket.serving.engine.device_step import DeviceStep
 
 Pools = tuple[Tensor, Tensor]
@@ -67,22 +70,63 @@ class CudaAttention:
         return attention_latent.attend_heads(heads, query[0], pool, step, options).unsqueeze(0)
 
 
+class CudaContextAttention:
+    """The same on one of several context ranks, which holds a part of each block: what it attends
+    to is merged with what the others do (`Exchange`).
+
+    Args:
+        cache: of the stage, of this rank's part of each block.
+        step: indices of the whole step.
+        kernels: name of each layer's kernel, in calling order.
+        part: of each block that this rank holds.
+        exchange: with the other ranks.
+        spare: where what the other ranks hold is written, which nothing reads.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self, cache: PagedCache, step: DeviceStep, kernels: Sequence[str], part: BlockPart,
+        exchange: Exchange, spare: int,
+    ) -> None:  # fmt: skip
+        self.cache, self.step, self.kernels = cache, step, kernels
+        self.part, self.exchange = part, exchange
+        held, places = part.own(step.places)
+        self._places = torch.where(held, places, spare)
+        self._layer = 0
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
+    ) -> Tensor:
+        """Query [1, A, t, D], key and value [1, K, t, .] of the tokens that this rank computes, to
+        [1, t, A, E]."""
+        layer, self._layer = self._layer, self._layer + 1
+        q, k, v = self.exchange.gathered(query[0], key[0], value[0])
+        pools = self.cache.keys[layer], self.cache.values[layer]
+        for pool, new in zip(pools, (k, v), strict=True):
+            rows = new.transpose(0, 1).reshape(new.shape[1], -1)
+            write(pool, self._places, as_cached(pool, rows))
+        mixed, weight = attend_block_parts(
+            self.kernels[layer], q.transpose(0, 1), pools, self.step, options, self.part
+        )
+        return self.exchange.merged(mixed, weight, options, query.dtype)
+
+    def attend_latent(self, heads: LatentHeads, query: Tensor, options: Options) -> Tensor:
+        """As `attend`, to latent vectors: [1, t, A, E]."""
+        layer, self._layer = self._layer, self._layer + 1
+        q, latent, _ = self.exchange.gathered(query[0], heads.taken().unsqueeze(0), None)
+        pool = self.cache.keys[layer]
+        pool.view(-1, heads.width).index_copy_(0, self._places, latent[0])
+        mixed, weight = attention_latent.heads_piece(heads, q, pool, self.step, options, self.part)
+        return self.exchange.merged(mixed, weight.contiguous(), options, query.dtype)
+
+
 def attend_pools(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options) -> Tensor:
     """Query [T, A, D] to [T, A, D of the value], all rows at once, by the kernel of this name."""
     keys, values = pools
     if name == "latent":
-        mixed = attention_latent.attend_absorbed(
+        return attention_latent.attend_absorbed(
             q.transpose(0, 1), keys, step, options, values.shape[-1]
         )
-        return mixed.transpose(0, 1)
-    handed = (keys, values, step.tables, step.lengths, step.begins)  # as pointers
-    assert all(x.is_contiguous() for x in handed)
-    assert all(x.dtype == torch.int32 for x in handed[2:])
-    assert {x.device for x in handed} == {q.device}
-    assert keys.dtype == values.dtype
-    assert keys.dtype == q.dtype or holds_8_bits(keys)
-    if q.stride(-1) != 1:
-        q = q.contiguous()
+    q = _handed(q, pools, step)
     if name == "triton":
         from hocket.runtime.triton.paged_attention import paged_attention
 
@@ -104,6 +148,47 @@ def attend_pools(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: 
     return _varlen(q, pools, step, options, split=name != "fa2")
 
 
+def attend_block_parts(  # noqa: PLR0917
+    name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options, part: BlockPart
+) -> Piece:
+    """As `attend_pools`, over what the pools hold of each block: [T, A, D of the value] in fp32,
+    and the logarithm of the sum of exponentials [T, A]. Sinks take no part."""
+    keys, values = pools
+    if name == "latent":
+        return attention_latent.absorbed_piece(
+            q.transpose(0, 1), keys, step, options, values.shape[-1], part
+        )
+    q = _handed(q, pools, step)
+    attend: Callable[..., Piece]
+    if name == "triton":
+        from hocket.runtime.triton.paged_attention import paged_attention_part as attend
+    else:
+        from hocket.runtime.triton.paged_attention_cases import (
+            paged_attention_part_reference as attend,
+        )
+
+        assert name == "reference", name
+        keys, values = (pool.to(q.dtype) for pool in pools)
+    mixed, weight = attend(
+        q, keys, values, step.tables, step.lengths, step.begins, step.most,
+        span=part.span, offset=part.begin, scale=options.scaling, window=options.window,
+        softcap=options.softcap,
+    )  # fmt: skip
+    return mixed.float(), weight.float()
+
+
+def _handed(q: Tensor, pools: Pools, step: DeviceStep) -> Tensor:
+    """The query as kernels take it, with what else they take as pointers."""
+    keys, values = pools
+    handed = (keys, values, step.tables, step.lengths, step.begins)
+    assert all(x.is_contiguous() for x in handed)
+    assert all(x.dtype == torch.int32 for x in handed[2:])
+    assert {x.device for x in handed} == {q.device}
+    assert keys.dtype == values.dtype
+    assert keys.dtype == q.dtype or holds_8_bits(keys)
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
 def _varlen(q: Tensor, pools: Pools, step: DeviceStep, options: Options, *, split: bool) -> Tensor:
     assert options.softcap is None
     assert options.sinks is None
@@ -120,10 +205,14 @@ def _varlen(q: Tensor, pools: Pools, step: DeviceStep, options: Options, *, spli
 
 
 class Trial:
-    """Tries kernels on a device, with three rows of several blocks whose result is known."""
+    """Tries kernels on a device, with three rows of several blocks whose result is known.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        ranks: that hold a part of each block; the second's is tried.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        self.device, self.ranks = device, ranks
 
     @torch.inference_mode()
     def __call__(self, kernel: KernelRow, kind: LayerKind, block_size: int) -> str | None:
@@ -146,7 +235,10 @@ class Trial:
     def _difference(self, kernel: KernelRow, kind: LayerKind, block_size: int) -> float:
         layer, device = kind.shape, self.device
         generator = torch.Generator(device).manual_seed(1)
-        cache = PagedCache([layer], 8, block_size, device, heads_first=False)
+        part = BlockPart(block_size, block_size // self.ranks, 0)
+        if self.ranks > 1:
+            part = dataclasses.replace(part, begin=part.size)
+        cache = PagedCache([layer], 8, part.size, device, heads_first=False)
         for pool in (*cache.keys, *cache.values):
             drawn = torch.empty(pool.shape, dtype=layer.dtype, device=device)
             pool.copy_(drawn.normal_(generator=generator))
@@ -161,10 +253,18 @@ class Trial:
             sinks if kind.sinks else None,
         )
         pools = cache.keys[0], cache.values[0]
-        found = attend_pools(kernel.name, q, pools, step, options)
-        pools = cache.keys[0], cache.values[0].contiguous()
-        wanted = attend_pools("reference", q, pools, step, options)
-        return float((found.float() - wanted.float()).abs().max().nan_to_num(nan=torch.inf))
+        dense = cache.keys[0], cache.values[0].contiguous()
+        if self.ranks == 1:
+            found = attend_pools(kernel.name, q, pools, step, options).float()
+            wanted = attend_pools("reference", q, dense, step, options).float()
+        else:
+            found, weight = attend_block_parts(kernel.name, q, pools, step, options, part)
+            wanted, weights = attend_block_parts("reference", q, dense, step, options, part)
+            found, wanted = (
+                torch.cat([mixed, weight.nan_to_num(neginf=-99.0).unsqueeze(2)], 2)
+                for mixed, weight in ((found, weight), (wanted, weights))
+            )
+        return float((found - wanted).abs().max().nan_to_num(nan=torch.inf))
 
 
 def trial_step(block_size: int, device: torch.device) -> DeviceStep:

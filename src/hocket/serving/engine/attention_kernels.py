@@ -132,6 +132,7 @@ class KernelRow:
         softcap, sinks, unequal: whether it takes them (unequal: other values than keys).
         latent: whether it reads latent vectors, and nothing else.
         eight_bits: whether it reads keys and values in 8 bits with queries of another dtype.
+        parts: whether it attends where a cache holds a part of each block, over context ranks.
     """
 
     name: str
@@ -149,6 +150,7 @@ class KernelRow:
     unequal: bool = False
     latent: bool = False
     eight_bits: bool = False
+    parts: bool = False
 
     @property
     def flash(self) -> bool:
@@ -156,8 +158,9 @@ class KernelRow:
         return self.name.startswith("fa")
 
     def rejection(
-        self, kind: LayerKind, accelerator: Accelerator, block_size: int | None
+        self, kind: LayerKind, accelerator: Accelerator, block_size: int | None, ranks: int = 1
     ) -> str | None:
+        """Why it is not taken; None: it may be. `ranks`: that hold a part of each block."""
         major, minor = accelerator.capability
         shape = kind.shape
         if shape.latent != self.latent:
@@ -165,10 +168,12 @@ class KernelRow:
         if self.majors and major not in self.majors:
             return f"runs on compute capability {_or(self.majors)}.x, not {major}.{minor}"
         if accelerator.capability < self.least:
-            least = ".".join(map(str, self.least))
-            return f"needs compute capability {least}, not {major}.{minor}"
+            needed = ".".join(map(str, self.least))
+            return f"needs compute capability {needed}, not {major}.{minor}"
         if self.module is not None and self.module not in accelerator.modules:
             return f"module {self.module} is not installed"
+        if ranks > 1 and not self.parts:
+            return "attends to whole sequences, not to the part that a context rank holds"
         if shape.dtype not in self.dtypes:
             return f"does not compute in {str(shape.dtype)[6:]}"
         if shape.stored is not None and not self.eight_bits:
@@ -189,8 +194,10 @@ class KernelRow:
             return "has no soft cap"
         if kind.sinks and not self.sinks:
             return "has no attention sinks"
-        if block_size is not None and block_size % self.block:
-            return f"reads blocks of a multiple of {self.block} tokens, not {block_size}"
+        least = self.block * ranks
+        if block_size is not None and block_size % least:
+            over = f" over cp {ranks}" if ranks > 1 else ""
+            return f"reads blocks of a multiple of {least} tokens{over}, not {block_size}"
         return None
 
 
@@ -212,11 +219,12 @@ KERNELS = (
     KernelRow(
         name="triton", least=(8, 0), module="triton", dtypes=(*_HALF, torch.float32),
         block=16, preferred=16, head=1, softcap=True, sinks=True, unequal=True,
-        eight_bits=True,
+        eight_bits=True, parts=True,
     ),
     KernelRow(
         name="latent", least=(0, 0), dtypes=(*_HALF, torch.float32), block=1, preferred=16, head=1,
         largest_head=1 << 16, softcap=True, sinks=True, unequal=True, latent=True,
+        parts=True,
     ),
 )  # fmt: skip
 
@@ -277,6 +285,7 @@ def choose_kernels(
     accelerator: Accelerator,
     block_size: int | None = None,
     works: Works = lambda kernel, kind, block: None,
+    ranks: int = 1,
 ) -> Choice:
     """The kernel of each layer.
 
@@ -286,6 +295,7 @@ def choose_kernels(
         block_size: of the cache. None: chosen with the kernels, the least common multiple of what
             they prefer.
         works: tries a kernel.
+        ranks: context ranks, each of which holds a part of each block.
 
     Raises:
         ModelError: no kernel takes one of the kinds.
@@ -300,16 +310,16 @@ def choose_kernels(
             rejected: dict[str, str] = {}
             for kernel in KERNELS:
                 reason = failed.get((kernel.name, kind)) or kernel.rejection(
-                    kind, accelerator, block_size
+                    kind, accelerator, block_size, ranks
                 )
                 if reason is None:
                     picked.append((kernel, Chosen(kind, count, kernel.name, rejected)))
                     break
                 rejected[kernel.name] = reason
             else:
-                raise _none(kind, rejected, block_size)
+                raise _none(kind, rejected, block_size, ranks)
         preferred = [kernel.preferred for kernel, _ in picked] or [BLOCK_SIZE]
-        size = block_size or math.lcm(*preferred)
+        size = block_size or math.lcm(*preferred) * ranks
         flash = next((kernel for kernel, _ in picked if kernel.flash), None)
         for kernel, one in picked:
             why: str | None
@@ -324,9 +334,12 @@ def choose_kernels(
             return Choice(tuple(one for _, one in picked), size)
 
 
-def _none(kind: LayerKind, rejected: dict[str, str], block_size: int | None) -> ModelError:
+def _none(
+    kind: LayerKind, rejected: dict[str, str], block_size: int | None, ranks: int
+) -> ModelError:
     why = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
     hint = "--device cpu"
     if block_size is not None and any("blocks of a multiple" in one for one in rejected.values()):
-        hint = f"--block-size {math.lcm(*(kernel.block for kernel in KERNELS))}"
+        able = [kernel.block for kernel in KERNELS if ranks == 1 or kernel.parts]
+        hint = f"--block-size {math.lcm(*able) * ranks}"
     return ModelError(f"no attention kernel reads pages for {kind}: {why}", hint=hint)

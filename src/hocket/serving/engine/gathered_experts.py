@@ -1,4 +1,4 @@
-"""Experts over ranks on a GPU: which steps gather their tokens, and what all ranks agree on.
+"""Experts over ranks on a GPU: which steps gather their tokens.
 
 A step whose tokens are gathered reads nothing on the host and can be captured
 (`runtime.expert_parallel.gathered`); where that is impossible, every step is dispatched and none is
@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from hocket.models.experts import skip_absent
-from hocket.runtime.collectives import all_reduce
 from hocket.runtime.expert_parallel import gather_experts
 from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.mesh import Mesh
@@ -34,9 +32,7 @@ def gathered_tokens(
     if mesh.layout.ep == 1:
         return None, ""
     found, why = None, "layers keep recurrent states"
-    if mesh.axis("cp").size > 1:
-        why = "sequences are over context ranks"
-    elif not recurrent:
+    if not recurrent:
         found, why = gather_experts(module, skip_absent)
     return found, "" if found else _DISPATCHED + why
 
@@ -54,14 +50,3 @@ def gathering(
         yield
     finally:
         gathered.rows, gathered.always = None, False
-
-
-def all_captured(captured: bool, mesh: Mesh) -> bool:
-    """Whether all ranks that run a step of a stage together captured a size."""
-    axes = [axis for axis in map(mesh.axis, ("tp", "expert")) if axis.size > 1]
-    if not axes:
-        return captured
-    every = torch.full((), int(captured), device=mesh.device)
-    for axis in axes:
-        all_reduce(every, axis, mesh.recorder, op="min")
-    return bool(every)

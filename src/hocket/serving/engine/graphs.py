@@ -12,7 +12,7 @@ them, so that a replay is one copy and one launch. It makes the logits of all ro
 are wanted is picked afterwards, so that any step of decoding rows fits: those whose rows ask for
 log-probabilities, have penalties, or began in the prefix cache, too.
 
-Under tensor parallelism the collectives are captured with the rest. NCCL must have made the
+Over tensor and context ranks the collectives are captured with the rest. NCCL must have made the
 communicators before (`StageRunner.warm_up`), every rank must capture the same sizes in the same
 order, and no other collective of these groups may run meanwhile: the ranks capture together, on
 one stream.

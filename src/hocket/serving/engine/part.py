@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import CollectiveWork, irecv, isend
+from hocket.runtime.collectives import CollectiveWork, broadcast, irecv, isend
 from hocket.runtime.expert_parallel.copies import ExpertBalancer
 from hocket.runtime.mesh import Mesh
 from hocket.serving.engine.device_sampler import DeviceSampler, Sampled
@@ -64,6 +64,7 @@ class StagePart:
         hidden_size, dtype: of what travels between stages.
         depth: plans in flight: a send that so many plans have followed has been received.
         balancer: places copies of experts, between steps.
+        last: the tokens that were sampled last, where steps read them on all context ranks.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StagePart:
         dtype: torch.dtype,
         depth: int,
         balancer: ExpertBalancer | None = None,
+        last: Tensor | None = None,
     ) -> None:
         self.runner, self.sampler, self.mesh = runner, sampler, mesh
         self.axis = mesh.axis("pp")
@@ -85,6 +87,7 @@ class StagePart:
         assert (sampler is not None) == (self.is_last and mesh.axis("cp").index == 0)
         self.hidden_size, self.dtype, self.depth = hidden_size, dtype, depth
         self.balancer = balancer
+        self._last = last if mesh.axis("cp").size > 1 else None
         # NCCL runs the messages of a communicator in the order in which they are enqueued: behind
         # the receive of a later plan, the send of this one would wait for the stage before.
         self._early = mesh.device.type == "cpu"
@@ -133,6 +136,12 @@ class StagePart:
         if not self.is_last:
             self._send(output, plan.number)
             return None
+        result = self._sample(output, plan)
+        if self._last is not None and plan.num_logits:  # which the first context rank sampled
+            broadcast(self._last, self.mesh.axis("cp"), self.recorder)
+        return result
+
+    def _sample(self, output: Tensor, plan: StepPlan) -> StepResult | None:
         if self.sampler is None:
             return None
         start = self.recorder.mark()

@@ -14,25 +14,26 @@ Legend: T tokens of the step, H hidden, N rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hocket.models.latent import take_latents
-from hocket.runtime.collectives import all_gather, all_reduce
 from hocket.runtime.expert_parallel.gathered import GatheredTokens
 from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.native.kernels import CpuKernels
 from hocket.runtime.native.sums import Sums, use_sums
 from hocket.runtime.pipeline.stage import Stage
+from hocket.serving.engine.agreement import Chooser, agreed_choice, all_able
 from hocket.serving.engine.attention import attending
-from hocket.serving.engine.attention_context import ContextAttention, ContextStep, local_tokens
+from hocket.serving.engine.attention_context import ContextAttention, ContextStep
 from hocket.serving.engine.attention_cpu import CpuAttention
-from hocket.serving.engine.attention_cuda import CudaAttention, Trial
+from hocket.serving.engine.attention_cuda import CudaAttention, CudaContextAttention, Trial
 from hocket.serving.engine.attention_kernels import (
     Accelerator,
     Choice,
@@ -43,11 +44,16 @@ from hocket.serving.engine.attention_kernels import (
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.bf16_weights import can_be_half, compute_in_fp32, multiply_by_halves
 from hocket.serving.engine.cache import BlockTables, PagedCache, bytes_per_block
+from hocket.serving.engine.context_exchange import (
+    BlockPart,
+    Exchange,
+    TokenShare,
+)
 from hocket.serving.engine.device_step import DeviceStep, DeviceTables, HostStep
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
-from hocket.serving.engine.gathered_experts import all_captured, gathered_tokens, gathering
-from hocket.serving.engine.gemm_select import choose_products
+from hocket.serving.engine.gathered_experts import gathered_tokens, gathering
+from hocket.serving.engine.gemm_select import choose_products, wide_step
 from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, GraphDevice, captured_rows
 from hocket.serving.engine.layer_probe import LayerProbe, unplaced
 from hocket.serving.engine.projections import (
@@ -58,18 +64,7 @@ from hocket.serving.engine.projections import (
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.states import RecurrentStates, StateStep
 from hocket.serving.scheduling.step import StepPlan
-from hocket.spec.errors import OptionError
 from hocket.spec.serving import BLOCK_SIZE
-
-_WIDE = 1_500_000
-"""Multiplications of a product (the stage's mean) that several threads share with profit. On two
-cores a product of 235,000 weights took as long with one row and less with eight."""
-
-_CONTEXT = "context ranks: which keys are whose is settled on the host"
-"""Why a step is not captured."""
-
-Chooser = Callable[["Sequence[LayerKind]", "int | None"], Choice]
-"""The kind of each attention layer and the block size that was asked for to their kernels."""
 
 
 class StageRunner:
@@ -144,7 +139,7 @@ class StageRunner:
         self._graph_device = graphs
         self._kernels: CpuKernels | None = None
         self.threads = threads
-        self._wide = _wide_step(stage.module)
+        self._wide = wide_step(stage.module)
         self.half = self._halved()
         self.dtype = torch.float32 if self.half else stage.dtype
         if self.half:
@@ -160,14 +155,14 @@ class StageRunner:
         self.layers = [kind.shape for kind in self.kinds]
         self.block_size = block_size or BLOCK_SIZE
         self.context = mesh.axis("cp")
-        if self.context.size > 1:
-            self._over_context_ranks()
-            chooser = None
-        elif chooser is None and self.device.type != "cpu":
+        if chooser is None and self.device.type != "cpu":
             chooser = self._by_trial
         if chooser is not None:
-            self.choice = self._agreed(chooser, block_size)
+            self.choice = agreed_choice(chooser, self.kinds, block_size, mesh)
             self.block_size = self.choice.block_size
+        if self.context.size > 1:
+            self.states.over_ranks()
+            assert self.block_size % self.context.size == 0
         self.tables = BlockTables(max_num_seqs, self._max_blocks)
         self._device_tables: DeviceTables | None = None
         unmerge_wasted(merges)
@@ -180,49 +175,27 @@ class StageRunner:
             if self._kernels is not None:
                 choose_products(stage.module, self._kernels, threads=self._threads_of)
                 fuse(stage.module, self._kernels)
-            everywhere = torch.tensor([int(self._kernels is not None)])
-            all_reduce(everywhere, mesh.axis("tp"), mesh.recorder, op="min")
-            if self._kernels is not None and bool(everywhere):
+            everywhere = all_able(self._kernels is not None, mesh, "tp")
+            if self._kernels is not None and everywhere:
                 sums = Sums.of(mesh.axis("tp"), mesh.recorder, self._kernels)
                 if sums is not None:
                     use_sums(stage.module, sums)
                 fuse_layers(stage.module, self._kernels)
 
-    def _over_context_ranks(self) -> None:
-        """Raise for what does not go over context ranks."""
-        self.states.over_ranks()
-        if self.block_size % (ranks := self.context.size):
-            raise OptionError(
-                f"blocks of {self.block_size} tokens do not divide over cp {ranks}",
-                hint=f"--block-size {ranks * max(1, self.block_size // ranks)}",
-            )
-
     def _halved(self) -> bool:
         """Whether all ranks keep weights in bfloat16 under a computation in fp32."""
         if self.device.type != "cpu":
             return False
-        agreed = torch.tensor([int(can_be_half(self.stage.module))])
-        for axis in ("tp", "pp"):
-            all_reduce(agreed, self.mesh.axis(axis), self.mesh.recorder, op="min")
-        return bool(agreed)
+        return all_able(can_be_half(self.stage.module), self.mesh, "tp", "pp")
 
     @property
     def _max_blocks(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
     def _by_trial(self, kinds: Sequence[LayerKind], block_size: int | None) -> Choice:
-        return choose_kernels(kinds, Accelerator.of(self.device), block_size, Trial(self.device))
-
-    def _agreed(self, chooser: Chooser, block_size: int | None) -> Choice:
-        """The kernels of this stage, for a block size that all ranks of the replica read."""
-        choice = chooser(self.kinds, block_size)
-        if self.mesh.world_size == 1:
-            return choice
-        size = torch.full((), choice.block_size, device=self.device)
-        # Where none was asked for, sizes are powers of two: the largest is a multiple of all.
-        all_reduce(size, self.mesh.axis("world"), self.mesh.recorder, op="max")
-        largest = int(size)
-        return chooser(self.kinds, largest) if largest > choice.block_size else choice
+        ranks = self.context.size
+        trial = Trial(self.device, ranks)
+        return choose_kernels(kinds, Accelerator.of(self.device), block_size, trial, ranks)
 
     @property
     def bytes_per_block(self) -> int:
@@ -243,8 +216,7 @@ class StageRunner:
     def graphs_json(self) -> dict[str, Any]:
         """Sizes of the captured decode steps, and why there are none, as plain data."""
         if self.graphs is None:
-            on_cpu = self.device.type == "cpu"
-            return {"sizes": [], "reason": "a CPU has no graphs" if on_cpu else _CONTEXT}
+            return {"sizes": [], "reason": "a CPU has no graphs"}
         return {"sizes": self.graphs.captured, "reason": self.graphs.reason}
 
     @property
@@ -256,8 +228,7 @@ class StageRunner:
         """Make the cache, once; on CUDA also capture decode in graphs."""
         if self.choice is None:
             self.states.allocate(self.max_num_seqs, self.num_snapshots, self.device)
-            part = self.block_size // self.context.size
-            first = None if self.context.size == 1 else False
+            part, first = self.block_size // self.context.size, self.context.size == 1
             self.cache = PagedCache(self.layers, num_blocks, part, self.device, heads_first=first)
             return
         self.capture(num_blocks)
@@ -285,8 +256,9 @@ class StageRunner:
         """Cache and tables on the device."""
         # One block more than the scheduler knows of: what padding writes to.
         self.cache = PagedCache(
-            self.layers, num_blocks + 1, self.block_size, self.device, heads_first=False
-        )
+            self.layers, num_blocks + 1, self.block_size // self.context.size, self.device,
+            heads_first=False,
+        )  # fmt: skip
         self._device_tables = DeviceTables(
             self.max_num_seqs,
             self._max_blocks,
@@ -306,14 +278,14 @@ class StageRunner:
             hidden=None if self.stage.is_first else self._empty_hidden(self.max_num_seqs),
             unknown=self.lookahead,
             device=self._graph_device or CudaDevice(self.device),
-            agree=lambda captured: all_captured(captured, self.mesh),
+            agree=lambda captured: all_able(captured, self.mesh, "tp", "cp", "expert"),
         )
 
     @torch.inference_mode()
     def trial_graphs(self) -> Iterator[int]:
         """Capture the largest size, then the smallest, over a cache of one block; yields after
         each. `drop_trial` gives their memory back."""
-        if self._dispatches or self.context.size > 1:
+        if self._dispatches:
             return
         self._place(1)
         graphs = self._decode_graphs()
@@ -375,26 +347,41 @@ class StageRunner:
 
     def num_tokens(self, plan: StepPlan) -> int:
         """Tokens of a plan that this rank computes."""
-        return local_tokens(len(plan.tokens), self.context.size)
+        return self._share(plan).each
 
-    def context_step(self, plan: StepPlan) -> ContextStep:
-        """What of a plan is this context rank's, found on the host."""
-        self.tables.apply(plan)
-        return ContextStep.of(indices(plan, self.tables, self.block_size), self.context)
+    def _share(self, plan: StepPlan) -> TokenShare:
+        # On a device a step that decodes is bound by the weights that it reads, and captured.
+        whole = self.choice is not None and all(row.count == 1 for row in plan.rows)
+        return TokenShare.of(len(plan.tokens), self.context, whole=whole)
+
+    def _exchange(self, share: TokenShare) -> Exchange:
+        return Exchange(self.context, self.mesh.recorder, share)
+
+    def _states(
+        self, plan: StepPlan, share: TokenShare, slots: Tensor | None = None
+    ) -> StateStep | None:
+        """Whose states a step continues; None: there are no recurrent layers."""
+        if not self.states:
+            return None
+        states = self.states.begin(plan, slots)
+        if share.split:
+            self.states.split(states, share, self.context, self.mesh.recorder)
+        return states
 
     def _run_part(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
         """A context rank's part of a step; on the last stage the logits of all of it."""
         assert self.cache is not None
-        context, recorder = self.context, self.mesh.recorder
-        mine = self.context_step(plan)
-        attention = ContextAttention(self.cache, mine, context, recorder, self.device)
-        states = self.states.begin_over(plan, context, recorder)
+        self.tables.apply(plan)
+        mine = ContextStep.of(indices(plan, self.tables, self.block_size), self.context)
+        attention = ContextAttention(self.cache, mine, self._exchange(mine.share))
+        states = self._states(plan, mine.share)
         output = self._forward(mine.local, hidden, attention, states)
         if states is not None:
             self.states.end(states)
-        if not self.stage.is_last or not mine.split:
-            return output
-        return all_gather(output, context, recorder, sizes=mine.counts)
+        return self._logits(output, mine.share, mine.counts)
+
+    def _logits(self, output: Tensor, share: TokenShare, counts: list[int]) -> Tensor:
+        return self._exchange(share).logits(output, counts) if self.stage.is_last else output
 
     def _run_on_device(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
         tables = self._device_tables
@@ -404,24 +391,24 @@ class StageRunner:
             step = tables.host(plan)
         else:
             step = HostStep.idle(self.max_num_seqs, tables.spare_place)
-        graphs = None
         if self.graphs is not None and plan.decoding and self.graphs.fits(step, plan.widest):
-            graphs = self.graphs
-        if not self.states:
-            if graphs is not None:
-                return graphs.run(step, changes, hidden, plan.widest)
-            with gathering(self.gathered, plan.widest or None):
-                return self._on_device(tables.send(step, changes), hidden)
-        states = self.states.begin(plan)
-        if graphs is not None:
-            output = graphs.run(step, changes, hidden)
-        else:
-            sent = tables.send(step, changes)
-            assert sent.slots is not None
-            states.slots = sent.slots[: step.num_decode]
-            output = self._on_device(sent, hidden, states)
-        self.states.end(states)
-        return output
+            if not self.states:
+                return self.graphs.run(step, changes, hidden, plan.widest)
+            states = self.states.begin(plan)
+            output = self.graphs.run(step, changes, hidden)
+            self.states.end(states)
+            return output
+        share, counts = self._share(plan), []
+        if share.split:
+            counts = share.counts(step.wanted)
+            step.wanted = share.wanted(step.wanted)
+        sent = tables.send(step, changes)
+        found = self._states(plan, share, sent.slots)
+        with gathering(self.gathered, plan.widest or None):
+            output = self._on_device(sent, hidden, found, share)
+        if found is not None:
+            self.states.end(found)
+        return self._logits(output, share, counts)
 
     def _threads_of(self, num_tokens: int) -> int:
         """Those that torch uses in a step of so many tokens."""
@@ -446,15 +433,34 @@ class StageRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _on_device(
-        self, step: DeviceStep, hidden: Tensor | None, states: StateStep | None = None
+        self,
+        step: DeviceStep,
+        hidden: Tensor | None,
+        states: StateStep | None = None,
+        share: TokenShare | None = None,
     ) -> Tensor:
+        """A step's forward. `share`: of it, on a context rank; None: all of it, as captured."""
         assert self.cache is not None
         assert self.choice is not None
         names = [self.choice.name(kind) for kind in self.kinds]
         if states is None and self.states:  # as it is captured: rows that decode alone
             assert step.slots is not None
             states = StateStep(step.slots, [])
-        return self._forward(step, hidden, CudaAttention(self.cache, step, names), states)
+        attention: CudaAttention | CudaContextAttention
+        if self.context.size == 1:
+            attention = CudaAttention(self.cache, step, names)
+            return self._forward(step, hidden, attention, states)
+        share = share or TokenShare.of(step.tokens.shape[0], self.context, whole=True)
+        part = BlockPart.of(self.block_size, self.context)
+        spare = (self.cache.num_blocks - 1) * part.size
+        attention = CudaContextAttention(
+            self.cache, step, names, part, self._exchange(share), spare
+        )
+        if share.split:
+            step = dataclasses.replace(
+                step, tokens=share.part(step.tokens), positions=share.part(step.positions)
+            )
+        return self._forward(step, hidden, attention, states)
 
     def _empty_hidden(self, tokens: int) -> Tensor:
         assert self.stage.hidden_size is not None
@@ -492,9 +498,3 @@ class StageRunner:
         if not watch.kinds and not self.states:
             raise no_attention(self.config, self.stage.module)
         return watch.kinds
-
-
-def _wide_step(module: nn.Module) -> int:
-    """Tokens from which on the products of a step are worth several threads."""
-    sizes = [p.numel() for p in module.parameters() if p.dim() > 1]
-    return max(1, -(-_WIDE * len(sizes) // max(1, sum(sizes))))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,8 @@ from hocket.models.context_scans import replace_scans, splits_state
 from hocket.models.recurrent import Call, MixerCache, StateKey, interpose
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
-from hocket.serving.engine.attention_context import local_tokens
+from hocket.serving.engine.context_exchange import TokenShare
+from hocket.serving.engine.staging import Staging
 from hocket.serving.engine.states_context import ContextStates
 from hocket.serving.scheduling.step import StepPlan
 from hocket.spec.errors import ModelError
@@ -54,13 +55,13 @@ class StateStep:
     Attributes:
         slots: [R] int64, of the rows that decode, which come first.
         chunks: the other rows.
-        saved: slots and the snapshots that they are copied to after the step.
+        saved: slots, and the places of snapshots that they are copied to after the step.
         split: where the step's tokens are split over context ranks.
     """
 
     slots: Tensor
     chunks: list[StateChunk]
-    saved: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    saved: tuple[Tensor, Tensor] | None = None
     split: ContextStates | None = None
 
 
@@ -104,6 +105,8 @@ class RecurrentStates:
             }
             for shapes in self.shapes
         ]
+        self._beginning = Staging(64, device, grows=True)
+        self._ending = Staging(64, device, grows=True)
 
     def free(self) -> None:
         """Give the pools back."""
@@ -134,9 +137,7 @@ class RecurrentStates:
         """
         rows = plan.rows
         first = dict.fromkeys(row.slot for row in rows if row.start == 0)
-        loads = [(rows[one.row].slot, one.load) for one in plan.snapshots if one.load >= 0]
-        self._fill(list(first))
-        self._copy([(self._slots + load, slot) for slot, load in loads])
+        loads = [(self._slots + s.load, rows[s.row].slot) for s in plan.snapshots if s.load >= 0]
         cuts: dict[int, list[tuple[int, int]]] = {}
         for one in plan.snapshots:
             if one.save >= 0:
@@ -149,34 +150,40 @@ class RecurrentStates:
         at = 0
         for index, row in enumerate(rows):
             taken = cuts.get(index, [])
-            saved += [(row.slot, save) for cut, save in taken if cut == row.count]
+            saved += [(row.slot, self._slots + save) for cut, save in taken if cut == row.count]
             if index >= num_decode:
                 inner = tuple(sorted(pair for pair in taken if pair[0] < row.count))
                 chunks.append(StateChunk(at, row.count, row.slot, inner))
             at += row.count
-        return StateStep(slots[:num_decode], chunks, saved)
-
-    def begin_over(self, plan: StepPlan, axis: Axis, recorder: Recorder) -> StateStep | None:
-        """As `begin` on a context rank, whose step may be split (`attention_context`). None:
-        there are no mixers."""
-        if not self.mixers:
-            return None
-        step, count, slots = self.begin(plan), len(plan.tokens), self._slots
-        step.slots = step.slots.to(next(self._every()).device)
-        each = local_tokens(count, axis.size)
-        if each < count:
-            prompts = [
-                (a.first, a.count, a.slot, tuple((cut, slots + save) for cut, save in a.cuts))
-                for a in step.chunks
-            ]
-            step.split = ContextStates(count, each, step.slots, prompts, axis, recorder)
+        step = StateStep(slots[:num_decode], chunks)
+        if first or loads or saved:  # in one copy, which the host does not wait for
+            pairs = [*zip(*loads, strict=True)] or [(), ()], [*zip(*saved, strict=True)] or [(), ()]
+            fresh, *sent = self._beginning.send(
+                [(one, torch.long) for one in (list(first), *pairs[0], *pairs[1])]
+            )
+            for pool in self._every():
+                pool.index_fill_(0, fresh, 0)
+            self._copy(sent[0], sent[1])
+            step.saved = sent[2], sent[3]
         return step
+
+    def split(self, step: StateStep, share: TokenShare, axis: Axis, recorder: Recorder) -> None:
+        """Have the tokens of a step continue from rank to rank, each of which has its share."""
+        slots = self._slots
+        prompts = [
+            (a.first, a.count, a.slot, tuple((cut, slots + save) for cut, save in a.cuts))
+            for a in step.chunks
+        ]
+        step.split = ContextStates(
+            share.count, share.each, step.slots, prompts, axis, recorder, self._ending
+        )
 
     def end(self, step: StateStep) -> None:
         """Take the snapshots of rows' last states."""
         if step.split is not None:
             step.split.spread(self._pools)
-        self._copy([(slot, self._slots + save) for slot, save in step.saved])
+        if step.saved is not None:
+            self._copy(*step.saved)
 
     @contextmanager
     def running(self, step: StateStep | None) -> Iterator[None]:
@@ -187,16 +194,10 @@ class RecurrentStates:
         finally:
             self._step = before
 
-    def _fill(self, slots: Sequence[int]) -> None:
-        if slots:
+    def _copy(self, sources: Tensor, targets: Tensor) -> None:
+        if sources.numel():
             for pool in self._every():
-                pool[list(slots)] = 0
-
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if pairs:
-            for pool in self._every():
-                source = pool[[a for a, _ in pairs]]
-                pool[[b for _, b in pairs]] = source
+                pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def _every(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(pools.values() for pools in self._pools)

@@ -28,6 +28,7 @@ from hocket.runtime.collectives import all_gather, broadcast
 from hocket.runtime.context_parallel.state import Line
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
+from hocket.serving.engine.staging import Staging
 
 Pools = dict[StateKey, Tensor]
 """Of one mixer: states by slot and snapshot."""
@@ -112,6 +113,7 @@ class ContextStates:
         prompts: of each chunk of a prompt its first token, its tokens, its slot, and after how many
             of them its state is copied to which other place of the pools.
         axis: the context ranks. recorder: of their collectives.
+        staging: brings places of the pools to where they are.
     """
 
     def __init__(  # noqa: PLR0917
@@ -122,8 +124,16 @@ class ContextStates:
         prompts: list[tuple[int, int, int, tuple[tuple[int, int], ...]]],
         axis: Axis,
         recorder: Recorder,
+        staging: Staging,
     ) -> None:
         self.each, self.slots, self.prompts = each, slots, prompts
+        places: dict[int, list[int]] = {}
+        for first, tokens, slot, cuts in prompts:
+            for cut, place in ((tokens, slot), *cuts):
+                places.setdefault((first + cut - 1) // each, []).append(place)
+        owners = sorted(places)
+        sent = staging.send([(places[owner], torch.long) for owner in owners])
+        self._spread = list(zip(owners, sent, strict=True))
         self.axis, self.recorder = axis, recorder
         self.first = min(count, each * axis.index)
         self.end = min(count, self.first + each)
@@ -171,18 +181,14 @@ class ContextStates:
 
     def spread(self, pools: list[Pools]) -> None:
         """Bring the states of prompts to every rank."""
-        places: dict[int, list[int]] = {}
-        for first, count, slot, cuts in self.prompts:
-            for tokens, place in ((count, slot), *cuts):
-                places.setdefault((first + tokens - 1) // self.each, []).append(place)
         every = [pool for one in pools for pool in one.values()]
-        for owner, rows in sorted(places.items()):
-            sent = [pool[rows] for pool in every]
+        for owner, rows in self._spread:
+            sent = [pool.index_select(0, rows) for pool in every]
             flat = torch.cat([one.flatten(1).view(torch.uint8) for one in sent], 1)
             broadcast(flat, self.axis, self.recorder, source=owner)
             begin = 0
             for pool, one in zip(every, sent, strict=True):
                 size = one[0].numel() * one.itemsize
                 bytes_ = flat[:, begin : begin + size].contiguous()
-                pool[rows] = bytes_.view(one.dtype).view(one.shape)
+                pool.index_copy_(0, rows, bytes_.view(one.dtype).view(one.shape))
                 begin += size

@@ -39,6 +39,8 @@ def warm_up(mesh: Mesh) -> None:
     if context.size > 1:
         all_gather(one, context, mesh.recorder)
         all_reduce(one, context, mesh.recorder)
+        broadcast(one, context, mesh.recorder)
+        reduce_scatter(one.new_zeros(context.size), context, mesh.recorder)
     experts = mesh.axis("expert")
     if experts.size > 1:
         each = one.new_zeros(experts.size)
