@@ -277,6 +277,17 @@ def test_a_difference_is_looked_at_with_other_weights_where_they_amplify_roundin
     assert (found, drawn) == (("", [0, 1]) if rounding else ("prefill: prompt of 3 tokens", [0]))
 
 
+@pytest.mark.parametrize(
+    ("device", "cp", "block"), [("cpu", 1, 4), ("cpu", 3, 12), ("cuda", 1, 16), ("cuda", 2, 32)]
+)
+def test_blocks_of_a_checked_server_divide_over_its_context_ranks(
+    device: str, cp: int, block: int
+) -> None:
+    """On CUDA the kernel reads a multiple of 16 tokens of each rank."""
+    source: Any = types.SimpleNamespace(dimensions=types.SimpleNamespace(max_positions=None))
+    assert check.checked_sizes(source, cp, 128, device).block_size == block
+
+
 @pytest.mark.parametrize("error", [RankMemoryError("no memory"), HocketError("no port is free")])
 def test_a_server_that_could_not_start_is_no_verdict_on_the_model(
     monkeypatch: pytest.MonkeyPatch, error: HocketError

@@ -49,7 +49,7 @@ LONGEST, NEW = 48, 6
 """Tokens of the longest sequence, and of an answer."""
 
 BLOCK = {"cpu": 4, "cuda": 16}
-"""Tokens of a block of the cache."""
+"""Tokens of a block of the cache; on CUDA those of one context rank."""
 
 ROWS, CROWD, ALTERNATIVES = 8, 4, 20
 """Requests at once at most; those that together outgrow the cache; most probable tokens whose
@@ -163,8 +163,8 @@ def served_check(
         say(f"{layout.axes_text()}, {layout.world_size} ranks")
         shared = {name: getattr(options, name) for name in ("device", "backend", "threads", "seed")}
         answers = answers_of(
-            launcher, directory, wanted.layout, checked_sizes(source, longest,
-            launcher.device_kind),
+            launcher, directory, wanted.layout,
+            checked_sizes(source, layout.cp, longest, launcher.device_kind),
             restart=True, emulated=few is not None, attention=options.attention, quantization=few,
             kv_cache_dtype=cached, redundant_experts=copies, rebalance_steps=REBALANCE,
             trust_remote_code=options.trust_remote_code, **shared,
@@ -272,8 +272,8 @@ def longest_of(layout: Layout) -> int:
     return LONGEST if layout.cp == 1 else max(LONGEST, 2 * SPLIT_TOKENS * layout.cp)
 
 
-def checked_sizes(source: ModelSource, longest: int, device: str) -> CheckedSizes:
-    """The sizes of a checked server.
+def checked_sizes(source: ModelSource, cp: int, longest: int, device: str) -> CheckedSizes:
+    """The sizes of a checked server, whose blocks divide over `cp` context ranks.
 
     Raises:
         OptionError: the model has too few positions for a prompt that is computed in chunks.
@@ -283,7 +283,8 @@ def checked_sizes(source: ModelSource, longest: int, device: str) -> CheckedSize
         raise OptionError(
             f"{source.name} has {positions} positions; the check asks for {2 * NEW + 2} tokens"
         )
-    return CheckedSizes(longest=min(longest, positions), block_size=BLOCK[device])
+    block = math.lcm(BLOCK["cpu"], cp) if device == "cpu" else BLOCK[device] * cp
+    return CheckedSizes(longest=min(longest, positions), block_size=block)
 
 
 def prepare_checked_model(

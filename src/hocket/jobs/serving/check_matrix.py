@@ -155,9 +155,10 @@ class _Row:
         for text in layouts:
             try:
                 source = resolve_model(directory)
-                longest = check.longest_of(Layout.parse(text))
+                layout = Layout.parse(text)
+                longest = check.longest_of(layout)
                 longest = min(longest, made["longest"] or longest)
-                size = check.checked_sizes(source, longest, "cpu")
+                size = check.checked_sizes(source, layout.cp, longest, "cpu")
                 answers[text] = check.answers_of(self.warm.launcher, directory, text, size)
             except HocketError as error:
                 crashed = isinstance(error, RankFailure)
