@@ -93,12 +93,15 @@ def test_few_heads_are_held_by_several_ranks() -> None:
     assert four.cache_bytes == eight.cache_bytes
 
 
-def _attending(heads: int, kv_heads: int, columns: tuple[int, ...], split: str) -> BlockShape:
-    """A layer of heads of 16 whose products read 64 elements, the last what it attended to."""
-    names = (*(f"attn.{i}" for i in range(len(columns))), "attn.out")
-    sizes = (*((n, 64) for n in columns), (64, heads * 16))
+def _attending(
+    heads: int, kv_heads: int, columns: tuple[int, ...], split: str, name: str = "attn",
+    out: str = "attn.out",
+) -> BlockShape:  # fmt: skip
+    """A layer of heads of 16 whose products read 64 elements, `out` what it attended to."""
+    names = (*(f"{name}.{i}" for i in range(len(columns))), out, "mlp.up")
+    sizes = (*((n, 64) for n in columns), (64, heads * 16), (64, 64))
     core = Attention(
-        name="attn", heads=heads, kv_heads=kv_heads, head_dim=16, value_dim=16, causal=True,
+        name=name, heads=heads, kv_heads=kv_heads, head_dim=16, value_dim=16, causal=True,
         window=None, split=split, masked=False,
     )  # fmt: skip
     products = [
@@ -125,6 +128,25 @@ def test_cached_heads_are_those_of_keys(traced: int, columns: tuple[int, ...], c
     # Of a shape with a plan, a layer that no plan splits is whole on every rank.
     (core,) = cached_shape(whole).blocks["layer"].attention
     assert (core.split, core.kv_heads) == ("outside", cached)
+
+
+def test_heads_are_found_where_keys_and_output_are_of_another_module() -> None:
+    """BERT's value was taken for the product that ends attention; layers without keys cache those
+    of an earlier layer (Gemma 3n), not as many as they have queries."""
+    llama = shape("llama-3-8b")
+    bert = _attending(4, 4, (64, 64, 64), "outside", "attention.self", "attention.output.dense")
+    served = served_shape(dataclasses.replace(llama, blocks={**llama.blocks, "layer": bert}))
+    assert served.blocks["layer"].attention[0].kv_heads == 4
+    splits = [p.split for p in served.blocks["layer"].products]
+    assert splits[3] == "row"
+    assert "row" not in splits[:3]
+    for traced in (2, 4):  # repeated before they attend, or not
+        blocks = {
+            "own": _attending(4, traced, (64, 32, 32), "outside"),
+            "layer": _attending(4, 4, (64,), "outside"),
+        }
+        whole = dataclasses.replace(llama, blocks={**llama.blocks, **blocks})
+        assert served_shape(whole).blocks["layer"].attention[0].kv_heads == 2
 
 
 def test_a_latent_vector_is_whole_on_every_rank() -> None:

@@ -62,7 +62,7 @@ def _block(shape: ModelShape, block: BlockShape) -> BlockShape:
     return dataclasses.replace(
         block,
         products=products,
-        attention=tuple(_core(core, block) for core in block.attention),
+        attention=tuple(_core(shape, core, block) for core in block.attention),
         weights=tuple(_weight(w, block.kind, products) for w in block.weights),
     )
 
@@ -85,25 +85,51 @@ def cached_shape(shape: ModelShape) -> ModelShape:
     return dataclasses.replace(shape, blocks=blocks)
 
 
-def _core(core: Attention, block: BlockShape) -> Attention:
+def _core(shape: ModelShape, core: Attention, block: BlockShape) -> Attention:
     if latent_width(core, block) or core.kv_heads < core.heads:  # which were not repeated
         return dataclasses.replace(core, split="inside")
+    keys = _made_heads(core, block)
+    if keys is None:  # of an earlier layer (Gemma 3n)
+        sizes = core.heads, core.head_dim, core.value_dim
+        keys = next(
+            (
+                made
+                for other in shape.blocks.values()
+                for one in other.attention
+                if (one.heads, one.head_dim, one.value_dim) == sizes
+                and (made := _made_heads(one, other))
+            ),
+            core.kv_heads,
+        )
+    return dataclasses.replace(core, split="inside", kv_heads=keys)
+
+
+def _made_heads(core: Attention, block: BlockShape) -> int | None:
+    """Key/value heads that the products of a block yield; None: they yield none, or something
+    else."""
     inputs = [p for p in block.products if _reads_layer(p, core, block)]
     width = sum(p.n for p in inputs) - core.heads * core.head_dim
     found, rest = divmod(width, core.head_dim + core.value_dim)
-    keys = int(found) if rest == 0 and 1 <= found <= core.heads else core.kv_heads
-    return dataclasses.replace(core, split="inside", kv_heads=keys)
+    return int(found) if rest == 0 and 1 <= found <= core.heads else None
 
 
 def _reads_layer(p: MatrixProduct, core: Attention, block: BlockShape) -> bool:
     """Whether a product makes queries, keys or values."""
-    return p.name.startswith(core.name) and not _ends(p, core, block)
+    return p.name.startswith(core.name) and p is not _end(core, block)
 
 
-def _ends(p: MatrixProduct, core: Attention, block: BlockShape) -> bool:
-    """Whether a product reads what attention yields: the last of its module."""
-    own = [q for q in block.products if q.name.startswith(core.name)]
-    return p is own[-1] and p.k == core.heads * core.value_dim
+def _end(core: Attention, block: BlockShape) -> MatrixProduct | None:
+    """The product that reads what attention yields: the last of its module, or the next of the
+    module around it (BERT: `attention.self` and `attention.output`)."""
+    width, around = core.heads * core.value_dim, core.name.rpartition(".")[0]
+    own = [i for i, q in enumerate(block.products) if q.name.startswith(core.name)]
+    if not own:
+        return None
+    last = block.products[own[-1]]
+    for after in block.products[own[-1] + 1 : own[-1] + 2]:
+        if around and after.name.startswith(f"{around}.") and (after.k, after.n) == (width, last.k):
+            return after
+    return last if last.k == width else None
 
 
 def _split(shape: ModelShape, block: BlockShape, index: int) -> str:
@@ -113,9 +139,9 @@ def _split(shape: ModelShape, block: BlockShape, index: int) -> str:
     if block.kind == "head":
         return "vocab"
     for core in block.attention:
+        if p is _end(core, block):
+            return "row"
         if p.name.startswith(core.name):
-            if _ends(p, core, block):
-                return "row"
             latent = latent_width(core, block)
             whole = latent and p.k == shape.hidden and p.n < shape.hidden
             return "outside" if whole else "column"
