@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import json
 import os
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -558,6 +560,38 @@ def test_the_error_of_one_worker_is_reported_while_another_is_busy(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with RehearsalWorkers(2) as workers, pytest.raises(HocketError, match="no compiler"):
         list(workers.run([{}, {"slow": True}]))
+
+
+def test_a_worker_ends_with_its_parent_in_the_middle_of_a_task() -> None:
+    """Only what ends is told by its stdin; a parent that is killed tells nothing."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT_THAT_WAITS], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline, "the worker goes on without its parent"
+        time.sleep(0.05)
+
+
+_PARENT_THAT_WAITS = """
+import json, os, subprocess, sys, time
+process = subprocess.Popen(
+    [sys.executable, "-m", "hocket.rehearsal.worker", str(os.getpid())],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+)
+task = {"task": "call", "entry": "time:sleep", "arguments": {}}
+process.stdin.write(json.dumps(task) + "\\n")  # ends at once: a call without its argument
+process.stdin.flush()
+assert "error" in json.loads(process.stdout.readline())  # so the worker is at work
+process.stdin.write(json.dumps({**task, "entry": "signal:pause"}) + "\\n")
+process.stdin.flush()
+print(process.pid, flush=True)
+time.sleep(100)
+"""
 
 
 @pytest.mark.parametrize(

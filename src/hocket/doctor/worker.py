@@ -18,7 +18,6 @@ Not executed on a GPU yet.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -35,11 +34,11 @@ from hocket.doctor.check import FAKE, GPU, Cannot, GpuCheck
 from hocket.doctor.place import Place
 from hocket.doctor.table import by_id
 from hocket.launch.rank import renew_threads
+from hocket.spec.parent_process import die_with
 from hocket.spec.units import format_bytes
 
 Result = dict[str, Any]
 
-_PR_SET_PDEATHSIG = 1
 _FORK_REJECTED = ("re-initialize CUDA in forked", "initialization error")
 SMALL = 40e9
 """Bytes of GPU memory below which a check that runs out of memory cannot be executed."""
@@ -129,7 +128,7 @@ def _in_child(name: str, form: str, result: int, output: int) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
-        _die_with_parent()
+        die_with(os.getppid())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -140,10 +139,6 @@ def _in_child(name: str, form: str, result: int, output: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def forked(name: str, form: str, timeout: float) -> Result:
@@ -261,7 +256,7 @@ def main(arguments: list[str]) -> int:
         name, form, descriptor = arguments[1:4]
         os.write(int(descriptor), json.dumps(perform(name, form)).encode())
         return 0
-    _die_with_parent()
+    die_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _warm()

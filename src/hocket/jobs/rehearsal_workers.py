@@ -85,7 +85,7 @@ class RehearsalWorkers:
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         for index in range(self._count):
             process = subprocess.Popen(
-                COMMAND,
+                (*COMMAND, str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

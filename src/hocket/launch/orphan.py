@@ -5,8 +5,8 @@
 A killed agent takes no rank along: its ranks would go on in a run that is being restarted without
 them, and hold up the rendezvous of the agent that replaces it. A thread of the rank ends it, which
 prints why and notifies the other ranks; where the rank runs no thread, its guard (`launch.guard`)
-does. The kernel's own signal at a parent's death (`launch.rank.die_with`) would also follow the
-thread that started the rank, which in a daemon may end earlier.
+does. The kernel's own signal at a parent's death (`spec.parent_process.die_with`) would also follow
+the thread that started the rank, which in a daemon may end earlier.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -36,16 +35,7 @@ from hocket.launch.heartbeat import Heart
 from hocket.launch.lines import LineWriter
 from hocket.launch.lost import peer_text
 from hocket.spec import errors
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` (its process id) ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
+from hocket.spec.parent_process import die_with
 
 
 def load_entry(entry: str) -> Callable[..., Any]:

@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from hocket.launch import lines
-from hocket.launch.rank import die_with, run_rank
+from hocket.launch.rank import run_rank
 from hocket.launch.spare import NAME
+from hocket.spec.parent_process import die_with
 
 # The slow imports of every rank, in this order so that the costs can be separated.
 SLOW = ("torch", "torch.distributed", "torch._dynamo", "transformers")

@@ -1,4 +1,4 @@
-"""Worker: the process that executes ranks. `python -m hocket.rehearsal.worker`
+"""Worker: the process that executes ranks. `python -m hocket.rehearsal.worker PARENT`
 
 A task comes as one JSON line on stdin; results leave as JSON lines on stdout, each
 `{"rank": ...}`, `{"value": ...}` or `{"error": message, "hint": ...}`. The fake device is loaded
@@ -16,10 +16,15 @@ from typing import Any
 
 from hocket.rehearsal import device
 from hocket.spec.errors import HocketError
+from hocket.spec.parent_process import die_with
 
 
 def main() -> int:
-    """Execute tasks until stdin ends. Returns 0, or 1 where the device could not be loaded."""
+    """Execute tasks until stdin ends. Returns 0, or 1 where the device could not be loaded.
+
+    A task takes up to minutes: the end of the parent is not only seen between two of them.
+    """
+    die_with(int(sys.argv[1]))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what torch or a model prints is no result
 

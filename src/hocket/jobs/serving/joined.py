@@ -192,7 +192,7 @@ def be_a_rank(*, trust_remote_code: bool, threads: int, device: str) -> None:
 def main() -> int:
     """The child of the front: be rank 0."""
     from hocket.launch import run_joined
-    from hocket.launch.rank import die_with
+    from hocket.spec.parent_process import die_with
 
     given = json.loads(sys.argv[1])
     die_with(given["parent"])
