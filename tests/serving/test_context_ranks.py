@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from hocket.jobs.serving import check, request
+from hocket.jobs.serving.context import require_divided_blocks
 from hocket.models.samples import sample_config
 from hocket.models.source import resolve_model
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.serving import ServeOptions
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(200)]
@@ -87,6 +89,17 @@ def test_what_does_not_divide_is_rejected_before_ranks_start(
         request.server(given)
     assert caught.value.hint == "--block-size 18"
     assert request.server({**given, "block_size": 18}).layout.cp == 3
+    # On a GPU a rank's part of a block is one that kernels read, in the first hint already.
+    gpu = Layout.parse("cp3")
+    with pytest.raises(OptionError, match="do not divide over cp 3 in multiples of 16") as caught:
+        require_divided_blocks(18, gpu, "cuda")
+    assert (caught.value.hint or "").startswith("--block-size 48,")
+    require_divided_blocks(48, gpu, "cuda")
+    with pytest.raises(OptionError, match="block_size is 40; on a GPU it is a multiple of 16"):
+        require_divided_blocks(40, Layout(), "cuda")
+    with pytest.raises(OptionError, match="num_blocks is 8, of blocks whose size") as caught:
+        request._blocks(ServeOptions(num_blocks=8), "cuda", gpu)
+    assert "--block-size 48," in (caught.value.hint or "")
     file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
     with pytest.raises(LayoutError, match="cp and with experts over ranks"):
         request.legal_server_layout(resolve_model(file), Layout.parse("dp2.ep2.cp2"), "cpu")

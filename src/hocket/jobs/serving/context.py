@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
-from hocket.spec.serving import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from hocket.models.dimensions import Dimensions
@@ -28,12 +27,21 @@ def whole_chunks(layout: Layout, model: Dimensions) -> int:
     return 2 * layout.cp * max(1, model.handed_width)
 
 
-def require_divided_blocks(block_size: int | None, layout: Layout, device: str) -> None:
-    """Raise OptionError for blocks of the cache whose tokens do not divide over context ranks; on
-    CUDA those that are asked for, as others are chosen so that they do."""
-    block_size = block_size or (BLOCK_SIZE if device == "cpu" else layout.cp)
-    if block_size % layout.cp:
-        raise OptionError(
-            f"block_size is {block_size}; its tokens do not divide over cp {layout.cp}",
-            hint=f"--block-size {layout.cp * -(-block_size // layout.cp)}",
-        )
+GPU_BLOCK_MULTIPLE = 16
+"""Tokens of a block that every attention kernel on a GPU reads are a multiple of this."""
+
+
+def require_divided_blocks(block_size: int, layout: Layout, device: str) -> None:
+    """Raise OptionError for blocks of the cache whose tokens do not divide over context ranks, or
+    of which no kernel of a GPU reads a rank's part."""
+    gpu = device != "cpu"
+    least = layout.cp * (GPU_BLOCK_MULTIPLE if gpu else 1)
+    if block_size % least == 0:
+        return
+    rule = f"on a GPU it is a multiple of {least}"
+    if layout.cp > 1:
+        over = f"do not divide over cp {layout.cp}"
+        rule = f"its tokens {over}" + f" in multiples of {GPU_BLOCK_MULTIPLE}" * gpu
+    fit = least * max(1, block_size // least + (not gpu))
+    none = ", or none: what the attention kernels read best" * gpu
+    raise OptionError(f"block_size is {block_size}; {rule}", hint=f"--block-size {fit}{none}")

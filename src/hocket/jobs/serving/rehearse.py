@@ -128,16 +128,19 @@ class ServingReport:
         """The same for a reader."""
         lines = [f"{self.model} in {self.layout} on {self.gpu}: one replica"]
         lines += [f"  {line}" for line in verdict_lines(self.verdicts, len(self.stands_for))]
-        reads = self.host_reads()
-        lines.append(
-            "  host reads inside a step: none; one wait for the result of each sampled step"
-            if not reads
-            else f"  host reads inside a step: {reads}"
-        )
+        lines += self._read_lines()
         for rank, one in self.ranks.items():
             lines += self._rank_lines(rank, one)
         lines.append(f"  not seen: {'; '.join(NOT_SEEN)}")
         return "\n".join(lines)
+
+    def _read_lines(self) -> list[str]:
+        steps: dict[str, dict[str, None]] = {}
+        for read in self.host_reads():
+            steps.setdefault(f"{read['what']} at {read['where']}", {})[read["step"]] = None
+        rows = [f"    {place} ({', '.join(names)})" for place, names in steps.items()]
+        none = "none; one wait for the result of each sampled step"
+        return [f"  host reads inside a step: {'' if rows else none}".rstrip(), *rows]
 
     def _rank_lines(self, rank: int, one: dict[str, Any]) -> list[str]:
         equal = [r for r, e in self.stands_for.items() if e == rank and r != rank]
@@ -194,7 +197,7 @@ def replica_spec(
         config = config_with_layers(source.name, source.config, layers)
         source = dataclasses.replace(source, config=config)
     found = legal_server_layout(source, replica_layout(layout), "cpu")
-    options = _sizes(ServeOptions(**sizes), source, "cuda")
+    options = _sizes(ServeOptions(**sizes), source, "cuda", found)
     check_copies(options.redundant_experts, found, source.dimensions.num_experts)
     return RunSpec(
         model=source.repo or model,

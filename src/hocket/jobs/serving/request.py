@@ -181,8 +181,7 @@ def server(
         options.kv_cache_dtype, wanted.workload.dtype, source.config, cuda=device == "cuda"
     )
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
-    sizes = _sizes(options, source, device)
-    context.require_divided_blocks(sizes.block_size, layout, device)
+    sizes = _sizes(options, source, device, layout)
     if sizes.redundant_experts and wanted.auto:
         raise OptionError(
             "--layout auto places no copies of experts (--redundant-experts)",
@@ -387,14 +386,10 @@ def _threads(wanted: JobRequest, device: str) -> None:
         )
 
 
-GPU_BLOCK_MULTIPLE = 16
-"""Tokens of a block that every attention kernel on a GPU reads are a multiple of this."""
-
-
-def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOptions:
+def _sizes(options: ServeOptions, source: ModelSource, device: str, layout: Layout) -> ServeOptions:
     """The options with every size settled. Raises OptionError for those that do not fit."""
     positions = source.dimensions.max_positions
-    options = _blocks(options, device)
+    options = _blocks(options, device, layout)
     block_size = options.block_size or BLOCK_SIZE
     longest = options.max_model_len
     if longest is None:
@@ -426,26 +421,22 @@ def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOpti
     )
 
 
-def _blocks(options: ServeOptions, device: str) -> ServeOptions:
+def _blocks(options: ServeOptions, device: str, layout: Layout) -> ServeOptions:
     """With the block size of a CPU settled; a GPU's follows from its kernels, in the ranks.
 
     Raises:
-        OptionError: a block size that no kernel of a GPU reads, or a number of blocks of no size.
+        OptionError: a block size that no kernel reads, or a number of blocks of no size.
     """
     if device == "cpu":
-        return dataclasses.replace(options, block_size=options.block_size or BLOCK_SIZE)
-    if options.block_size is not None and options.block_size % GPU_BLOCK_MULTIPLE:
-        size = options.block_size
-        fit = max(GPU_BLOCK_MULTIPLE, size // GPU_BLOCK_MULTIPLE * GPU_BLOCK_MULTIPLE)
-        raise OptionError(
-            f"block_size is {size}; on a GPU it is a multiple of {GPU_BLOCK_MULTIPLE}",
-            hint=f"--block-size {fit}, or none: what the attention kernels read best",
-        )
-    if options.num_blocks is not None and options.block_size is None:
+        options = dataclasses.replace(options, block_size=options.block_size or BLOCK_SIZE)
+    if options.block_size is not None:
+        context.require_divided_blocks(options.block_size, layout, device)
+    elif options.num_blocks is not None:
+        size = 256 if layout.cp == 1 else context.GPU_BLOCK_MULTIPLE * layout.cp
         raise OptionError(
             f"num_blocks is {options.num_blocks}, of blocks whose size follows from the GPU's "
             "attention kernels",
-            hint=f"--num-blocks {options.num_blocks} --block-size 256, or --cache-memory",
+            hint=f"--num-blocks {options.num_blocks} --block-size {size}, or --cache-memory",
         )
     return options
 
