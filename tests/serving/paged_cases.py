@@ -181,7 +181,8 @@ def longer_model(family: str) -> Any:
 def context_on_device(context: Any, folder: str, cases: dict[str, bool]) -> list[dict[str, Any]]:
     """Prompts in chunks that are split, and rows that decode, on the path of a GPU over context
     ranks: by family the worst difference of this rank's logits from the whole
-    model's, as a share of the largest; steps that were replayed, and that were split.
+    model's, as a share of the largest; steps that were replayed, and that were split; and by how
+    much the tokens that `_ahead` chose miss the largest logit.
 
     Args:
         cases: by type, whether decode steps are captured.
@@ -210,7 +211,7 @@ def context_on_device(context: Any, folder: str, cases: dict[str, bool]) -> list
         graphs.DecodeGraphs._captured = _again if captured else _never  # type: ignore[method-assign]
         runner = StageRunner(
             stage, mesh, skeleton.config, block_size=4, max_num_seqs=4, max_num_batched_tokens=128,
-            max_model_len=128, chooser=by_reference, graphs=_Nothing(),
+            max_model_len=128, chooser=by_reference, graphs=_Nothing(), lookahead=True,
         )  # fmt: skip
         runner.allocate(64)
         draw = torch.Generator().manual_seed(number)
@@ -229,9 +230,63 @@ def context_on_device(context: Any, folder: str, cases: dict[str, bool]) -> list
         worst = compare_pages(scheduler, run, wanted) / max(float(x.abs().max()) for x in wanted)
         assert runner.graphs is not None
         found.append(
-            {"family": family, "worst": worst, "split": split, "replays": runner.graphs.replays}
-        )
+            {"family": family, "worst": worst, "split": split, "replays": runner.graphs.replays,
+             "missed": _ahead(runner, plain, prompts[1:])}
+        )  # fmt: skip
     return found
+
+
+def _ahead(runner: Any, plain: Any, prompts: list[list[int]]) -> float | None:
+    """Launch steps whose tokens no host knows, each after the one that samples them, over context
+    ranks: by how much a token's logit is below the largest, as a share of it; None on ranks that do
+    not sample."""
+    import torch
+
+    from hocket.serving.engine.device_sampler import DeviceSampler
+    from hocket.serving.engine.part import StagePart
+    from hocket.serving.engine.vocabulary import Vocabulary
+    from hocket.serving.request import SamplingParams
+    from hocket.serving.scheduling.admission import Admission
+    from hocket.serving.scheduling.step import LAST, BatchRow, StepPlan
+
+    mesh, last = runner.mesh, runner.last_tokens
+    sampler = None
+    if mesh.axis("cp").index == 0:
+        whole = Vocabulary.of(runner.stage, mesh)
+        sampler = DeviceSampler(
+            whole, plain.config.vocab_size, "cpu", mesh.recorder, runner.max_num_seqs, last=last
+        )  # fmt: skip
+    part = StagePart(
+        runner, sampler, mesh, hidden_size=0, dtype=runner.dtype, depth=2, last=last
+    )  # fmt: skip
+    greedy = SamplingParams(max_new_tokens=8, seed=0, temperature=0.0)
+    for number in range(8):
+        rows = []
+        for slot, prompt in enumerate(prompts):
+            start, count = (len(prompt) + number - 1, 1) if number else (0, len(prompt))
+            first, end = -(-start // 4), -(-(start + count) // 4)
+            rows.append(
+                BatchRow(slot, start, count, LAST, [32 * slot + b for b in range(first, end)])
+            )
+        known = [token for prompt in prompts for token in prompt]
+        slots = range(0 if number else len(prompts))
+        admitted = [
+            Admission(slot=slot, sampling=greedy, prompt_length=len(prompts[slot]))
+            for slot in slots
+        ]
+        tokens = [-1] * len(rows) if number else known
+        part.run(StepPlan(number, rows, tokens, admitted, [*slots]))
+    if sampler is None:
+        return None
+    chosen = [result.tokens for _ in range(8) if (result := part.collect()) is not None]
+    assert len(chosen) == 8
+    missed = 0.0
+    for prompt, answer in zip(prompts, zip(*chosen, strict=True), strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        own = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        missed = max(missed, float((logits.amax(1) - own).max() / logits.abs().max()))
+    return missed
 
 
 class _Nothing:
