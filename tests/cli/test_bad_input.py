@@ -731,3 +731,27 @@ def test_counts_that_no_memory_holds_one_by_one(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(TINY | {"num_hidden_layers": 10**9}))
     assert message in refused(*words.replace("TEXT", text).replace("MODEL", str(file)).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("plan MODEL --cluster 8xH100-SXM", "max_position_embeddings", "many"),
+        ("plan MODEL --cluster 8xH100-SXM", "max_position_embeddings", float("inf")),
+        ("plan MODEL --cluster 8xH100-SXM", "n_positions", [64]),
+        ("plan MODEL --cluster 8xH100-SXM", "intermediate_size", 2**40),
+        ("train MODEL --data TEXT --layout pp2", "intermediate_size", -96),
+        ("train MODEL --data TEXT --layout pp2", "intermediate_size", 10**400),
+        ("train MODEL --data TEXT --layout pp2", "num_key_value_heads", -3),
+        ("train MODEL --data TEXT --layout pp2", "head_dim", 1e30),
+        ("train MODEL --data TEXT --layout pp2", "num_local_experts", "8"),
+    ],
+)
+def test_dimensions_that_are_no_size(
+    refused: Run, tmp_path: Path, text: str, words: str, key: str, value: object
+) -> None:
+    file = tmp_path / "config.json"
+    config = {name: size for name, size in TINY.items() if name != "max_position_embeddings"}
+    file.write_text(json.dumps(config | {key: value}))
+    said = refused(*words.replace("TEXT", text).replace("MODEL", str(file)).split())
+    assert f"{key} is {value!r} in the model's configuration; it must be a whole number" in said

@@ -143,13 +143,17 @@ def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
     assert read_run(path).column("loss") == []
 
 
-def test_events_that_cannot_be_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "note"),
+    [(2, "rank 2 cannot be"), (10**6, "num_ranks is 1000000; with "), (-1, "num_ranks is -1; ")],
+)
+def test_events_that_cannot_be_are_refused(tmp_path: Path, ranks: int, note: str) -> None:
     path = make(tmp_path / "run")
     file = path / "timeline.json"
-    file.write_text(file.read_text().replace('"num_ranks": 8', '"num_ranks": 2'))
+    file.write_text(file.read_text().replace('"num_ranks": 8', f'"num_ranks": {ranks}'))
     record = read_run(path)
     assert record.measured is None
-    assert any("rank 2 cannot be" in note for note in record.notes)
+    assert any(note in found for found in record.notes)
 
 
 def test_what_is_no_run_is_an_error_with_the_nearest_one(tmp_path: Path) -> None:

@@ -247,9 +247,9 @@ def model_type_of(model: str) -> str:
 
 def positions_of(model: str) -> int | None:
     """Positions that a model was made for, None where its configuration does not say."""
-    config = _known_config(model)
-    keys = ("max_position_embeddings", "n_positions")
-    return next((int(config[key]) for key in keys if config.get(key)), None)
+    from hocket.models.dimensions import stated_positions
+
+    return stated_positions(_known_config(model))
 
 
 def prediction_note(model: str) -> str:

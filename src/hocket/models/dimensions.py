@@ -30,6 +30,8 @@ _NAMES = {
 }  # fmt: skip
 MOST_LAYERS, MOST_SIZE = 100_000, 2**31 - 1
 """Of a model, and of each of its dimensions: a layer is named, and built on the meta device."""
+MOST_POSITIONS = 2**63 - 1
+"""A server bounds its requests itself."""
 _KINDS = ("layer_types", "layers_block_type")
 """A list of what each layer is, which says how many there are where nothing else does."""
 _CONVOLVED = ("linear", "conv", "mamba", "hybrid", "recurrent")
@@ -80,70 +82,84 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     model_type = str(config.get("model_type", ""))
     known = registry.defaults(model_type)
 
-    def find(noun: str) -> Any:
+    def find(noun: str) -> tuple[str, Any]:
         for source in (config, known.values):
             for name in _NAMES[noun]:
                 for key in (name, known.aliases.get(name, name)):
                     if source.get(key) is not None:
-                        return source[key]
-        return None
+                        return key, source[key]
+        return _NAMES[noun][0], None
 
     def need(noun: str) -> int:
-        value = find(noun)
+        key, value = find(noun)
         if value is None and noun == "num_layers":
             lists = (config.get(name) for name in _KINDS)
             value = next((len(kinds) for kinds in lists if isinstance(kinds, list)), None)
         if value is None:
             raise ModelError(
-                f"the configuration of {model_type!r} has no {_NAMES[noun][0]}, "
+                f"the configuration of {model_type!r} has no {key}, "
                 "and transformers has no default for it"
             )
-        most = MOST_LAYERS if noun == "num_layers" else MOST_SIZE
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ModelError(
-                f"{_NAMES[noun][0]} is {value!r} in the model's configuration; "
-                f"it must be a whole number of at least 1 and at most {most:,}"
-            )
-        return value
+        return _whole(key, value, most=MOST_LAYERS if noun == "num_layers" else MOST_SIZE)
+
+    def optional(noun: str, least: int = 0, most: int = MOST_SIZE) -> int | None:
+        """None: absent, or a list with a number for each layer."""
+        key, value = find(noun)
+        return _whole(key, value, least, most) if isinstance(value, int | float | str) else None
 
     hidden = need("hidden_size")
-    heads = need("num_heads") if find("num_heads") is not None else 0
-    kv = find("num_key_value_heads")
+    heads = need("num_heads") if find("num_heads")[1] is not None else 0
+    kv = optional("num_key_value_heads")
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         kv = 1  # Falcon and GPT-BigCode say it with a switch
-    positions = find("max_positions")
-    if isinstance(positions, int) and positions < 1:
-        raise ModelError(
-            f"{_NAMES['max_positions'][0]} is {positions} in the model's configuration; "
-            "it must be at least 1"
-        )
-    feed_forward, expert = find("intermediate_size"), find("expert_size")
+    feed_forward = optional("intermediate_size")
+    positions = optional("max_positions", 1, MOST_POSITIONS)
     return Dimensions(
         hidden_size=hidden,
         num_layers=need("num_layers"),
         num_heads=heads,
-        num_key_value_heads=kv if isinstance(kv, int) and kv > 0 else heads,
-        head_dim=find("head_dim") or (hidden // heads if heads else 0),
-        intermediate_size=feed_forward if isinstance(feed_forward, int) else 4 * hidden,
+        num_key_value_heads=kv or heads,
+        head_dim=optional("head_dim") or (hidden // heads if heads else 0),
+        intermediate_size=4 * hidden if feed_forward is None else feed_forward,
         vocab_size=need("vocab_size"),
-        max_positions=positions if isinstance(positions, int) and model_type != "bloom" else None,
-        num_experts=find("num_experts") or _nested_experts(config),
-        tied=bool(find("tied")),
-        handed_width=_handed_width(config, find("taps")),
-        expert_size=expert if isinstance(expert, int) else 0,
+        max_positions=None if model_type == "bloom" else positions,
+        num_experts=optional("num_experts") or _nested_experts(config),
+        tied=bool(find("tied")[1]),
+        handed_width=_handed_width(config, optional("taps")),
+        expert_size=optional("expert_size") or 0,
     )
 
 
-def _handed_width(config: Mapping[str, Any], taps: Any) -> int:
+def stated_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions that a configuration itself says a model was made for.
+
+    Raises:
+        ModelError: as `dimensions`.
+    """
+    stated = (key for key in ("max_position_embeddings", "n_positions") if config.get(key))
+    return next((_whole(key, config[key], most=MOST_POSITIONS) for key in stated), None)
+
+
+def _whole(key: str, value: Any, least: int = 1, most: int = MOST_SIZE) -> int:
+    """The value of a configuration's key. Raises ModelError where it is not such a number."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    raise ModelError(
+        f"{key} is {value!r} in the model's configuration; "
+        f"it must be a whole number of at least {least} and at most {most:,}"
+    )
+
+
+def _handed_width(config: Mapping[str, Any], taps: int | None) -> int:
     """A configuration that lists its layers may have none of those that its class has."""
     lists = [config[name] for name in _KINDS if isinstance(config.get(name), list)]
     kinds = [str(kind) for kinds in lists for kind in kinds]
     none = bool(kinds) and not any(word in kind for kind in kinds for word in _CONVOLVED)
-    return 0 if none or not isinstance(taps, int) else max(0, taps - 1)
+    return 0 if none or taps is None else max(0, taps - 1)
 
 
 def _nested_experts(config: Mapping[str, Any]) -> int:
     """DBRX keeps the numbers of its feed-forward blocks in a dictionary of their own."""
     inner = config.get("ffn_config")
     count = inner.get("moe_num_experts") if isinstance(inner, Mapping) else None
-    return count if isinstance(count, int) else 0
+    return 0 if count is None else _whole("moe_num_experts", count, 0)

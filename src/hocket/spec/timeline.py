@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from hocket.spec.files import parse_json
 
 LANES = ("compute", "communication")
 
+_PIPELINE = ("F", "B", "I", "W")
 _BLOCKING = ("tp", "cp")
 """Axes whose collectives stand between two operations of one action."""
 
@@ -72,14 +74,14 @@ class Timeline:
         """Seconds from the first event's start to the last one's end."""
         return max((e.end for e in self.events), default=0.0)
 
-    def busy(self, rank: int, kinds: Iterable[str] = ("F", "B", "I", "W")) -> float:
+    def busy(self, rank: int, kinds: Iterable[str] = _PIPELINE) -> float:
         """Seconds that `rank` spends in pipeline compute of the given kinds."""
         wanted = set(kinds)
         return sum(e.end - e.start for e in self.events if e.rank == rank and e.kind in wanted)
 
     @property
     def pipeline_span(self) -> float:
-        spans = [e for e in self.events if e.kind in ("F", "B", "I", "W")]
+        spans = [e for e in self.events if e.kind in _PIPELINE]
         if not spans:
             return 0.0
         return max(e.end for e in spans) - min(e.start for e in spans)
@@ -90,7 +92,7 @@ class Timeline:
         span = self.pipeline_span
         if span <= 0:
             return 0.0
-        busy = sum(self.busy(r) for r in range(self.num_ranks))
+        busy = sum(e.end - e.start for e in self.events if e.kind in _PIPELINE)
         return max(0.0, 1 - busy / (self.num_ranks * span))  # sums may end a rounding above
 
     @property
@@ -103,8 +105,10 @@ class Timeline:
         if self.duration <= 0:
             return 0.0
         busy = 0.0
-        for rank in range(self.num_ranks):
-            mine = [e for e in self.events if e.rank == rank]
+        by_rank: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            by_rank[event.rank].append(event)
+        for mine in by_rank.values():
             waits = [(e.start, e.end) for e in mine if e.axis in _BLOCKING]
             work = [(e.start, e.end) for e in mine if e.lane == LANES[0]]
             busy += _covered(work + waits) - _covered(waits)
@@ -135,8 +139,12 @@ class Timeline:
             events=tuple(Event(**e) for e in data["events"]),
             peak_bytes=tuple(data["peak_bytes"]),
         )
-        if type(found.num_ranks) is not int or not 0 <= found.num_ranks <= MOST_RANKS:
-            raise ValueError(f"num_ranks is {found.num_ranks!r:.40}")
+        most = len(found.events) + IDLE_RANKS
+        if type(found.num_ranks) is not int or not 0 <= found.num_ranks <= most:
+            raise ValueError(
+                f"num_ranks is {found.num_ranks!r:.40}; with {len(found.events):,} events it "
+                f"must be a whole number of at most {most:,}"
+            )
         if not all(map(_is_count, found.peak_bytes)):
             raise ValueError(f"peak_bytes is {found.peak_bytes!r:.60}")
         for event in found.events:
@@ -147,7 +155,8 @@ class Timeline:
         return found
 
 
-MOST_RANKS = 10_000_000
+IDLE_RANKS = 1_000
+"""Ranks of a window without an event: a report makes a line of each rank."""
 
 
 def _is_count(value: Any) -> bool:
