@@ -60,6 +60,7 @@ def test_several_kinds_are_compared_cheapest_first(capsys: pytest.CaptureFixture
 
 def test_gpt_4_is_answered_by_hypotheses(capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, "gpt-4", "--serve")
+    assert "not public: each hypothesis about it has its own plan below." in said
     assert said.count("HYPOTHESIS") == 4
     assert said.count("source: ") == 4
     assert "not public" in said

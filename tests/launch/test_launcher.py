@@ -334,7 +334,7 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Not gone, and not merely waiting to be counted by whoever adopted it."""
+    """Not gone, and not merely waiting to be counted by the process that adopted it."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

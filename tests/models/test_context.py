@@ -34,7 +34,7 @@ def test_attention_in_code_of_its_own(family: str) -> None:
     model = build_skeleton(OWN[family])
     with pytest.raises(ModelError, match="attention in code of its own") as caught:
         over_context_ranks(model, plan_for(model))
-    assert caught.value.hint == "cp1"
+    assert caught.value.hint == "--layout cp1"
 
 
 def test_positions_that_cannot_be_given() -> None:

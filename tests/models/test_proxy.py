@@ -232,7 +232,7 @@ def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     broken = Source(model_type="zamba")
     with pytest.raises(ModelError, match=r"mine \(zamba\) cannot be cut") as caught:
         require_equal(ranks.launcher, broken, Layout(dp=2, pp=2))
-    assert caught.value.hint == "dp2"
+    assert caught.value.hint == "--layout dp2"
 
 
 def test_a_broken_cache_is_tried_again(cache):

@@ -395,11 +395,13 @@ def test_what_cannot_be_is_rejected_before_a_worker_starts(
 @pytest.mark.parametrize(
     ("job_of", "message", "hint"),
     [
+        ({"layout": "pp99999999"}, "has 99,999,999 ranks, and at most 65,536", "--layout pp4"),
+        ({"layout": "dp4.tp99999998"}, "399,999,992 ranks", "--layout dp4.tp2"),
         ({"layout": "dp99999999"}, "has 99,999,999 ranks, and at most 65,536", "dp65536"),
         ({"layout": "dp3000.tp4.pp8"}, "96,000 ranks", "dp2048"),
-        ({"layout": "dp2", "layers": 3_000_000}, "layers is 3,000,000;", "--layers 100000"),
-        ({"layout": "dp2", "model": "tiny-gemma3", "layers": 10**17}, "000;", "--layers 100000"),
-        ({"layout": "dp2:microbatches=2", "layers": 100_000}, "100,000, microb", "--layers 50000"),
+        ({"layout": "dp2", "layers": 3_000_000}, "layers is 3,000,000;", "--layers 10000"),
+        ({"layout": "dp2", "model": "tiny-gemma3", "layers": 10**17}, "000;", "--layers 10000"),
+        ({"layout": "dp2:microbatches=20", "layers": 10_000}, "10,000, microb", "--layers 5000"),
         ({"layout": "pp2:microbatches=900000"}, "2, microbatches: 900,000", "--microbatches 50000"),
         ({"layout": "dp2", "rows": 10**9}, r"1,000,000,000 sequences .* 16.4 TB", "--rows 1"),
     ],

@@ -588,7 +588,7 @@ def test_outputs_that_nobody_reads_are_merged(tmp_path: Path) -> None:
 
 
 def test_tokens_without_text_of_their_own_are_reported_too(tmp_path: Path) -> None:
-    """As bytes of a character that is not whole; whoever wants ids gets all of them."""
+    """As bytes of a character that is not whole; a client that asks for ids gets all of them."""
 
     async def main() -> None:
         async with replica(tmp_path) as (client, _):

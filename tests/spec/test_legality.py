@@ -110,10 +110,10 @@ def test_narrowed_layouts_can_be() -> None:
 @pytest.mark.parametrize(
     ("layout", "part", "hint"),
     [
-        ("tp2.ep2.etp1", "tensors", "dp1"),
-        ("dp2.tp2.ep4.etp1", "tensors", "dp2.ep2"),
-        ("cp2.ep2", "context", "dp1"),
-        ("dp2.cp2.ep4", "context", "dp2.ep2"),
+        ("tp2.ep2.etp1", "tensors", "--layout dp1"),
+        ("dp2.tp2.ep4.etp1", "tensors", "--layout dp2.ep2"),
+        ("cp2.ep2", "context", "--layout dp1"),
+        ("dp2.cp2.ep4", "context", "--layout dp2.ep2"),
         ("dp2:recompute=norm", "layers", "--recompute none"),
         ("dp2:recompute=selective", "cores", "--recompute full"),
         ("dp2:recompute=norm+mlp", "feed_forward", "--recompute full"),

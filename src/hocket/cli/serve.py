@@ -105,7 +105,7 @@ class Lines:
         self._progress = DownloadLines()
 
     def __call__(self, event: dict[str, Any]) -> None:
-        # Whoever reads may be gone: a server goes on without.
+        # The reader may be gone: a server continues without.
         with contextlib.suppress(BrokenPipeError):
             if event["event"] == "progress":
                 self._progress(progress_of(event))

@@ -31,7 +31,7 @@ result is not among them: its input would be kept in its place."""
 
 COPY = "_to_copy"
 
-FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward")
+FEED_FORWARD_MODULE = re.compile(r"mlp|ffn|feed_?forward")
 """How feed-forward layers are named in layers without attention, where `feed_forward` knows none.
 """
 
@@ -152,7 +152,7 @@ def _dense_roots(block: BlockShape) -> set[str]:
     of the block itself are none."""
     experts = {_root(p.name) for p in block.products if p.groups > 1 or p.bare}
     layers = {p.name for p in block.products}
-    named = {root for p in block.products if FEED_FORWARD.fullmatch(root := _root(p.name))}
+    named = {root for p in block.products if FEED_FORWARD_MODULE.fullmatch(root := _root(p.name))}
     return (set(feed_forward(block)) or named) - experts - layers
 
 

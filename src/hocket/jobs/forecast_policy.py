@@ -206,7 +206,7 @@ def before(
         return
     predicted = forecast.read_forecast(folder)
     if predicted is not None and predicted[0].known and predicted[0].layout == str(spec.layout):
-        return  # by whoever chose the layout, or an earlier start
+        return  # by the choice of the layout, or an earlier start
     target = forecast.run_target(spec, cluster)
     if target is None and not on_cuda(spec.options):
         _write_reason(folder, spec, UNMEASURED)

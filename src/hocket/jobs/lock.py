@@ -6,7 +6,7 @@
 
 A lock is a complete file that gets its name by `link`, which exactly one of several processes can
 do, on NFS as well; flock is not used. An owner on this host is dead when no process has its pid
-and its start time. Its successor is whoever creates the file that names the dead owner: so two
+and its start time. Its successor is the process that creates the file naming the dead owner: so two
 processes that find the same dead owner cannot both follow it, and a successor that dies in between
 is followed in the same way. An owner on another host is dead when its Slurm job is this one, before
 it was queued again: Slurm does so once its processes have ended or its nodes are lost.

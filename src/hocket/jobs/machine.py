@@ -1,4 +1,4 @@
-"""This machine as a Cluster: measured once and kept, for whoever asks for `auto`.
+"""This machine as a Cluster: measured once and kept, for commands with `auto`.
 
 cluster("auto")             what was measured here before, else a quick probe
 cluster("2x8xH100-SXM")     the catalogue's, or a TOML file

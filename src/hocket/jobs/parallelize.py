@@ -195,7 +195,7 @@ def _no_context(layout: Layout, hugging_face: bool) -> Exception:
     return ModelError(
         f"cp is {layout.cp}: the attention of a module that is not a Hugging Face model cannot "
         "reach the keys of other ranks",
-        hint=str(narrowed(layout, cp=1)),
+        hint=narrowed(layout, cp=1).flag_with(),
     )
 
 

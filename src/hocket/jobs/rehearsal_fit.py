@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hocket.models.dimensions import Dimensions
     from hocket.simulation.nccl import OrderVerdict
 
-MOST_RANKS, MOST_LAYERS = 65_536, 100_000
+MOST_RANKS, MOST_EXECUTED_LAYERS = 65_536, 100_000
 """Ranks that are simulated at most, and layers that a rank executes in a step, once for each
 microbatch: a rehearsal of more would take hours."""
 MARGIN = 0.05
@@ -67,20 +68,24 @@ def require_size(layout: Layout, dimensions: Dimensions) -> None:
         OptionError: too many layers and microbatches.
     """
     if layout.world_size > MOST_RANKS:
-        fewer = max(1, MOST_RANKS * layout.dp // layout.world_size)
-        other = dataclasses.replace(layout, dp=1 << fewer.bit_length() - 1)
+        other = layout
+        if layout.world_size // layout.dp > MOST_RANKS:  # fewer data ranks are not enough
+            pp, tp = min(layout.pp, dimensions.num_layers), math.gcd(layout.tp, TENSOR_RANKS)
+            other = Layout(dp=layout.dp, pp=pp, tp=tp)
+        fewer = max(1, min(other.dp, MOST_RANKS * other.dp // other.world_size))
+        other = dataclasses.replace(other, dp=1 << fewer.bit_length() - 1)
         raise LayoutError(
             f"{layout.axes_text()} has {layout.world_size:,} ranks, and at most {MOST_RANKS:,} are "
             "simulated; data-parallel ranks run the same program",
-            hint=f"--layout {other}" if other.world_size <= MOST_RANKS else None,
+            hint=other.flag_with(),
         )
     count, each = layout.microbatches or 1, -(-dimensions.num_layers // layout.pp)
-    if each * count > MOST_LAYERS:
-        fewer_layers = f"--layers {max(1, MOST_LAYERS // count) * layout.pp}"
+    if each * count > MOST_EXECUTED_LAYERS:
+        fewer_layers = f"--layers {max(1, MOST_EXECUTED_LAYERS // count) * layout.pp}"
         raise OptionError(
             f"layers of a rank: {each:,}, microbatches: {count:,}; a rehearsal executes at most "
-            f"{MOST_LAYERS:,} layers in a rank's step",
-            hint=fewer_layers if each > count else f"--microbatches {MOST_LAYERS // each}",
+            f"{MOST_EXECUTED_LAYERS:,} layers in a rank's step",
+            hint=fewer_layers if each > count else f"--microbatches {MOST_EXECUTED_LAYERS // each}",
         )
 
 

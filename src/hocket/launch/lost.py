@@ -55,7 +55,7 @@ def lost_ranks(context: RankContext, store: Store | None) -> list[int]:
     if len(peers) > 1 and store is not None:
         thread = threading.Thread(target=_ended, args=[peers, store, ended], daemon=True)
         thread.start()
-        thread.join(2 * _WAIT)  # whoever serves the store may be gone
+        thread.join(2 * _WAIT)  # the process that serves the store may be gone
     return sorted(ended) or peers
 
 

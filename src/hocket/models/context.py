@@ -204,7 +204,9 @@ def split_sequences(model: nn.Module) -> None:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     why = _why_not_split(model) or _numbers_tokens(model) or _counts_tokens(model)
     if why:
-        raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
+        raise ModelError(
+            f"{type(model).__name__} cannot be split over cp: {why}", hint="--layout cp1"
+        )
     split_states(model)
     model.config._attn_implementation = CONTEXT  # type: ignore[union-attr]
     config._attn_implementation = CONTEXT

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.models.dimensions import MOST_LAYERS
 from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.legality import MOST_LAYERS
 
 _DEPTH = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",

@@ -8,6 +8,7 @@ from typing import Any
 
 from hocket.models import registry
 from hocket.spec.errors import ModelError
+from hocket.spec.legality import MOST_LAYERS
 
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "emb_dim"),
@@ -28,8 +29,8 @@ _NAMES = {
         "conv_kernel_size", "conv_kernel",
     ),
 }  # fmt: skip
-MOST_LAYERS, MOST_SIZE = 100_000, 2**31 - 1
-"""Of a model, and of each of its dimensions: a layer is named, and built on the meta device."""
+MOST_SIZE = 2**31 - 1
+"""Of each dimension of a model."""
 MOST_POSITIONS = 2**63 - 1
 """A server bounds its requests itself."""
 _KINDS = ("layer_types", "layers_block_type")

@@ -4,7 +4,7 @@
 
 LoRA: Hu et al. 2021, arXiv:2106.09685, section 4.1; rsLoRA: Kalajdzievski 2023, arXiv:2312.03732.
 Tensors are read, merged and written one file of the base at a time, by a process of its own, so
-that whoever resolves a model never imports torch. Of the adapter's configuration numbers alone are
+that resolving a model never imports torch. Of the adapter's configuration numbers alone are
 used: nothing that it names is imported.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hocket.spec.errors import OptionError
+from hocket.spec.legality import MOST_LAYERS
 from hocket.spec.model_shape import (
     Attention,
     BlockShape,
@@ -23,8 +24,6 @@ from hocket.spec.model_shape import (
     Saved,
     Weight,
 )
-
-MOST_LAYERS = 10_000
 
 
 def decoder(

@@ -115,7 +115,7 @@ def _problems(
     degrees, layers = tensor_degrees(shape), len(shape.layers)
     if layout.tp not in degrees:
         near = min(degrees, key=lambda n: abs(n - layout.tp))
-        yield f"{shape.heads} heads do not divide over tp {layout.tp}", f"tp{near}"
+        yield f"{shape.heads} heads do not divide over tp {layout.tp}", layout.flag_with(tp=near)
     if isinstance(layout.pipeline_split, tuple):
         pass  # `choose_cut` counts them
     elif layout.pipeline_split == "light-ends":
@@ -123,26 +123,29 @@ def _problems(
             yield (
                 f"{layers} layers cannot be cut into {layout.num_stages} stages of which the first "
                 "and the last have one layer fewer",
-                "pipeline_split=balanced",
+                layout.flag_with(pipeline_split="balanced"),
             )
     elif not legality.stages(layers, layout.num_stages):
-        yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
+        fewer = layout.flag_with(pp=min(layers, layout.pp), virtual_stages=1)
+        yield f"{layers} layers cannot be cut into {layout.num_stages} stages", fewer
     if not legality.context(seq_len, layout.cp, shape.handed_width):
         yield _unsplit(seq_len, layout.cp, shape), None
     if layout.splits_experts and not shape.experts:
-        why = f"as {layout.axes_text()} does"
-        yield f"{shape.name} has no experts to divide over ranks, {why}", "ep1"
+        why = f"{shape.name} has no experts to divide over ranks, as {layout.axes_text()} does"
+        yield why, layout.flag_with(ep=1, etp=None)
     elif not legality.experts(shape.experts, layout.ep):
-        yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
+        why = f"{shape.experts} experts do not divide over ep {layout.ep}"
+        yield why, layout.flag_with(ep=1, etp=None)
     if layout.sequence_parallel and not legality.slices(seq_len, layout.cp, layout.tp):
         why = f"a sequence of {seq_len} does not divide over cp x tp"
         if layout.tp == 1:
             why = "sequence_parallel shards sequences over tensor ranks, and tp is 1"
-        yield why, "sequence_parallel=false"
+        yield why, layout.flag_with(sequence_parallel=False)
     if layout.recompute_layers is not None:
-        yield "the planner estimates full recomputation, or none", f"recompute={layout.recompute}"
+        why = "the planner estimates full recomputation, or none"
+        yield why, layout.flag_with(recompute_layers=None)
     if unmet := unmet_recompute(shape, layout.recompute):
-        yield unmet, f"--layout {dataclasses.replace(layout, recompute='full')}"
+        yield unmet, layout.flag_with(recompute="full")
     batch = global_batch // layout.dp
     if not legality.batch(global_batch, layout.dp):
         what = f"the global batch of {global_batch} does not divide over dp {layout.dp}"
@@ -152,7 +155,7 @@ def _problems(
         yield (
             f"the batch of {batch} of each data rank does not divide into "
             f"{layout.microbatches} microbatches",
-            f"microbatches={fits[-1]}",
+            layout.flag_with(microbatches=fits[-1]),
         )
 
 

@@ -33,6 +33,7 @@ from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.expert_dispatch import DEEPEP, parse_dispatch
 from hocket.spec.layout import Layout
+from hocket.spec.legality import narrowed
 from hocket.spec.placement import Placement
 from hocket.spec.plan import (
     ParallelPlan,
@@ -206,19 +207,22 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
         raise LayoutError(
             f"parallelize does not do {', '.join(row.field for row in asked)}; "
             f"the layout is {layout}",
-            hint=runnable(layout).axes_text(),
+            hint=f"--layout {runnable(layout).axes_text()}",
         )
     if plan.router is not None and (why := router_loss_rejected(layout, plan.router)):
-        one = dataclasses.replace(layout, pp=1, virtual_stages=1, data_parallel="processes")
-        raise ModelError(why, hint=str(one))
+        one = layout.flag_with(pp=1, virtual_stages=1, data_parallel="processes")
+        raise ModelError(why, hint=one)
     if layout.tp > 1 and plan.tensor is None:
         reason = plan.reasons.get("tensor", "its plan splits no tensors")
-        raise ModelError(f"the module cannot be split over tp {layout.tp}: {reason}", hint="tp1")
+        raise ModelError(
+            f"the module cannot be split over tp {layout.tp}: {reason}",
+            hint=narrowed(layout, tp=1, sequence_parallel=False).flag_with(),
+        )
     if layout.tp > 1 and layout.sequence_parallel and plan.sequence is None:
         reason = plan.reasons.get("sequence", "its plan does not support sequence parallelism")
         raise ModelError(
             f"the module does not support sequence parallelism: {reason}",
-            hint=str(dataclasses.replace(layout, sequence_parallel=False)),
+            hint=layout.flag_with(sequence_parallel=False),
         )
     rejected = experts_rejected(layout, plan)
     if rejected is not None:
@@ -243,7 +247,8 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
         )
     elif schedule.num_stages > 1 and plan.stages is None:
         reason = plan.reasons.get("stages", "its plan names no layers")
-        raise ModelError(f"the module cannot be cut into stages: {reason}", hint="pp1")
+        one = layout.flag_with(pp=1, virtual_stages=1, pipeline_split="balanced")
+        raise ModelError(f"the module cannot be cut into stages: {reason}", hint=one)
 
 
 def _device_of(module: nn.Module, rank: int) -> torch.device:

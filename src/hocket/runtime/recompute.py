@@ -288,7 +288,7 @@ def _feed_forward(module: nn.Module, attention: set[nn.Module], found: list[nn.M
         if child in attention or _is_norm(child):
             continue
         holds = attention.isdisjoint(child.modules())
-        named = recompute.FEED_FORWARD.fullmatch(type(child).__name__) is not None
+        named = recompute.FEED_FORWARD_CLASS.fullmatch(type(child).__name__) is not None
         home = type(child).__module__
         function = home.endswith(".activations") or home == "torch.nn.modules.activation"
         if (named and holds) or (function and not any(True for _ in child.parameters())):

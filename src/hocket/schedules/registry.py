@@ -54,7 +54,7 @@ def build_schedule(layout: Layout, num_microbatches: int, *, checked: bool = Tru
         raise ScheduleError(
             f"{num_microbatches:,} microbatches in {layout.num_stages:,} stages; a step has at "
             f"most {MOST_FORWARDS:,} forwards, all stages' together",
-            hint=f"--microbatches {max(1, MOST_FORWARDS // layout.num_stages)}, or fewer",
+            hint=f"--microbatches {max(1, MOST_FORWARDS // layout.num_stages)}",
         )
     name = layout.schedule
     if name not in _BUILDERS:

@@ -58,7 +58,7 @@ class SamplingParams:
         frequency_penalty: the same, once per time that they occur. 0: off.
         logit_bias: (token id, what is added to its logit).
         seed: of the draws, which are keyed by (seed, index, position in the sequence) and by
-            nothing else. None: whoever submits the request draws one.
+            nothing else. None: the client draws one when it submits.
         stop: the model's token ids that end a row.
         stop_tokens: token ids that end a row because the user said so.
         ignore_eos: go on after a token of `stop`; those of `stop_tokens` still end the row.

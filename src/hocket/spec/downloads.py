@@ -1,4 +1,4 @@
-"""Downloads: how far one is, or the reading of weights, from whoever does it to whoever shows it.
+"""Downloads: how far one is, or the reading of weights, from the code that does it to a listener.
 
 The command line sets a listener, and rank 0 one that sends events to it; without one nothing is
 shown.
@@ -62,6 +62,6 @@ def following(name: str, *, brief: bool = False) -> Iterator[Follow]:
 
 
 def report_download(download: Download) -> None:
-    """Report one moment to whoever listens."""
+    """Report one moment to the listener."""
     for listener in _listeners[-1:]:
         listener(download)

@@ -105,25 +105,25 @@ class Layout:
         for name, value in wrong.items():
             raise LayoutError(
                 f"{name} is {value!r}; a degree is a whole number of at least 1",
-                hint=self._mended(**dict.fromkeys(wrong, 1)),
+                hint=self.flag_with(**dict.fromkeys(wrong, 1)),
             )
         if self.etp == self.tp:
             object.__setattr__(self, "etp", None)
         if self.microbatches is not None and self.microbatches < 1:
             raise LayoutError(
                 f"microbatches is {self.microbatches}; it must be at least 1",
-                hint=self._mended(microbatches=1),
+                hint=self.flag_with(microbatches=1),
             )
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(
                 f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3",
-                hint=self._mended(zero=3),
+                hint=self.flag_with(zero=3),
             )
         if self.shard is not None and not self.zero:
             raise LayoutError(
                 f"shard is {self.shard}, and zero is 0: every data rank holds a whole state, and "
                 "shards one under zero=1, 2 or 3",
-                hint=self._mended(zero=1),
+                hint=self.flag_with(zero=1),
             )
         if self.shard is not None and (
             self.shard < 1 or not legality.shard(self.dp, self.shard, self.zero)
@@ -131,7 +131,7 @@ class Layout:
             most = max(n for n in divisors(self.dp) if n <= max(1, self.shard))
             raise LayoutError(
                 f"shard is {self.shard}; it must divide dp = {self.dp}",
-                hint=self._mended(shard=most),
+                hint=self.flag_with(shard=most),
             )
         object.__setattr__(self, "recompute", recompute.parse(self.recompute))
         for field, choices in (
@@ -145,17 +145,17 @@ class Layout:
             raise LayoutError(
                 f"offload={self.offload} keeps parameter shards on the host and gathers a "
                 f"layer from there when it runs, which is zero=3; zero is {self.zero}",
-                hint=self._mended(zero=3),
+                hint=self.flag_with(zero=3),
             )
         if self.recompute_layers is not None and self.recompute_layers < 1:
             raise LayoutError(
                 f"recompute_layers is {self.recompute_layers}; it must be at least 1",
-                hint=self._mended(recompute_layers=1),
+                hint=self.flag_with(recompute_layers=1),
             )
         if self.recompute_layers is not None and self.recompute == "none":
             raise LayoutError(
                 f"recompute_layers is {self.recompute_layers}, and recompute is none",
-                hint=self._mended(recompute="full"),
+                hint=self.flag_with(recompute="full"),
             )
         if sorted(self.order) != sorted(AXES):
             raise LayoutError(
@@ -169,14 +169,14 @@ class Layout:
                     f"pipeline_split {'-'.join(map(str, self.pipeline_split))} names "
                     f"{len(self.pipeline_split)} stages, "
                     f"the layout has {self.num_stages} (pp {self.pp} x {self.virtual_stages})",
-                    hint=self._mended(pipeline_split="balanced")
+                    hint=self.flag_with(pipeline_split="balanced")
                     if rest or not pp
-                    else self._mended(pp=pp),
+                    else self.flag_with(pp=pp),
                 )
             if any(n < 0 for n in self.pipeline_split):
                 raise LayoutError(
                     f"pipeline_split {self.pipeline_split} holds a negative number of layers",
-                    hint=self._mended(pipeline_split="balanced"),
+                    hint=self.flag_with(pipeline_split="balanced"),
                 )
         elif self.pipeline_split not in CUTS:
             message, hint = unknown("pipeline_split", self.pipeline_split, CUTS)
@@ -187,31 +187,31 @@ class Layout:
             raise LayoutError(
                 f"data_parallel=threads keeps whole replicas in one process; the layout is "
                 f"{self.axes_text()}",
-                hint=self._mended(ep=1, etp=None),
+                hint=self.flag_with(ep=1, etp=None),
             )
         if self.data_parallel == "threads" and self.pp * self.cp * self.tp > 1:
             raise LayoutError(
                 "data_parallel=threads runs in one process and takes no other axis; "
                 f"the layout is {self.axes_text()}",
-                hint=self._mended(pp=1, cp=1, tp=1),
+                hint=self.flag_with(pp=1, cp=1, tp=1),
             )
         if self.data_parallel == "threads" and self.zero:
             raise LayoutError(
                 f"data_parallel=threads keeps one state, on its first replica: zero={self.zero} "
                 "has nothing to shard",
-                hint=self._mended(data_parallel="processes"),
+                hint=self.flag_with(data_parallel="processes"),
             )
         if self.data_parallel == "threads" and self.offload != "none":
             raise LayoutError(
                 "data_parallel=threads is there to be compared, and offloads nothing: "
                 f"offload={self.offload}",
-                hint=self._mended(data_parallel="processes"),
+                hint=self.flag_with(data_parallel="processes"),
             )
         if self.data_parallel == "threads" and self.recompute != "none":
             raise LayoutError(
                 "data_parallel=threads draws from one generator, in whatever order its threads "
                 f"come: recompute={self.recompute} could not draw the same again",
-                hint=self._mended(data_parallel="processes"),
+                hint=self.flag_with(data_parallel="processes"),
             )
 
     # --- sizes -----------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Layout:
             if self.etp is None
             else f"ep x etp = {self.ep} x {etp} must divide dp x cp x tp = {ranks}"
         )
-        texts = (self._mended(ep=n, etp=None if m == self.tp else m) for n, m in near)
+        texts = (self.flag_with(ep=n, etp=None if m == self.tp else m) for n, m in near)
         raise LayoutError(rule, hint=" or ".join(texts))
 
     # --- who holds which experts -----------------------------------------------------------
@@ -391,8 +391,8 @@ class Layout:
             options.append(f"{field.name}={value}")
         return self.axes_text() + (":" + ",".join(options) if options else "")
 
-    def _mended(self, **fields: Any) -> str:
-        """For hints: this layout with other values, of which nothing is asked."""
+    def flag_with(self, **fields: Any) -> str:
+        """For hints: the flag of this layout with other values, which are not checked."""
         other = copy.copy(self)
         for name, value in fields.items():
             object.__setattr__(other, name, value)

@@ -327,19 +327,19 @@ class RouterLoss:
 
 
 def experts_rejected(layout: Layout, plan: ParallelPlan) -> tuple[str, str] | None:
-    """Why a layout cannot place the experts of a plan, and the layout that can; None: it can."""
+    """Why a layout cannot place the experts of a plan, and the flag that can; None: it can."""
     if not layout.splits_experts:
         return None
     if plan.experts is None:
         reason = plan.reasons.get("experts", "it has no modules of stacked experts")
-        whole = dataclasses.replace(layout, ep=1, etp=None)
-        return f"experts cannot be placed over ep {layout.ep}: {reason}", str(whole)
+        whole = layout.flag_with(ep=1, etp=None)
+        return f"experts cannot be placed over ep {layout.ep}: {reason}", whole
     unsliced = [name for name in plan.experts.modules if name not in plan.experts.sliced]
     if layout.etp is None and layout.tp > 1 and unsliced:
         return (
             f"{', '.join(unsliced)} cannot be sharded over etp {layout.tp} (as tp is, where etp is "
             f"absent): {plan.reasons.get('tensor', 'its tensor plan does not name them')}",
-            str(dataclasses.replace(layout, etp=1)),
+            layout.flag_with(etp=1),
         )
     return None
 

@@ -103,24 +103,22 @@ def reject(
     if "stages" in wanted and known.stages:
         raise ModelError(
             f"{name} ({kind}) cannot be cut into pipeline stages: {known.stages}",
-            hint=str(
-                dataclasses.replace(layout, pp=1, virtual_stages=1, pipeline_split="balanced")
-            ),
+            hint=layout.flag_with(pp=1, virtual_stages=1, pipeline_split="balanced"),
         )
     if "tensors" in wanted and known.tensors:
         raise ModelError(
             f"{name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
-            hint=str(narrowed(dataclasses.replace(layout, sequence_parallel=False), tp=1)),
+            hint=narrowed(layout, tp=1, sequence_parallel=False).flag_with(),
         )
     if "slices" in wanted and known.slices:
         raise ModelError(
             f"{name} ({kind}) cannot run with sequence parallelism: {known.slices}",
-            hint=str(dataclasses.replace(layout, sequence_parallel=False)),
+            hint=layout.flag_with(sequence_parallel=False),
         )
     if "context" in wanted and known.context:
         raise ModelError(
             f"sequences of {name} ({kind}) cannot be split over cp: {known.context}",
-            hint=str(narrowed(layout, cp=1)),
+            hint=narrowed(layout, cp=1).flag_with(),
         )
     if "loss" in wanted and known.loss:
         raise ModelError(f"{name} ({kind}) cannot be trained as it is configured: {known.loss}")

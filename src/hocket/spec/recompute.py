@@ -52,7 +52,7 @@ NAMES = {"none": (), "selective": ("core_attn",), "modules": tuple(CHEAP.split("
 CHOICES = ("none", "selective", "full", CHEAP)
 """What the planner evaluates, unless another value is pinned."""
 
-FEED_FORWARD = re.compile(r".*(mlp|ffn|feedforward|moe|moeblock|experts?)", re.IGNORECASE)
+FEED_FORWARD_CLASS = re.compile(r".*(mlp|ffn|feedforward|moe|moeblock|experts?)", re.IGNORECASE)
 """How the classes of feed-forward layers and layers of experts are named."""
 
 NO_FEED_FORWARD = (
@@ -65,7 +65,7 @@ _EXPERTS = re.compile(r".*(moe|moeblock|experts?)", re.IGNORECASE)
 def is_dense(classes: Sequence[str]) -> bool:
     """Whether a module is a feed-forward layer and no mixture of experts, by the names of its own
     class, which is the first, and of those of the modules in it."""
-    feeds = FEED_FORWARD.fullmatch(classes[0]) is not None
+    feeds = FEED_FORWARD_CLASS.fullmatch(classes[0]) is not None
     return feeds and not any(_EXPERTS.fullmatch(name) for name in classes)
 
 

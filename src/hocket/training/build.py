@@ -408,7 +408,9 @@ def over_context_ranks(model: nn.Module, plan: ParallelPlan | None = None) -> No
     if plan is not None and plan.stages is not None and not plan.stages.cores:
         why = own_attention(model)
         if why:
-            raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
+            raise ModelError(
+                f"{type(model).__name__} cannot be split over cp: {why}", hint="--layout cp1"
+            )
     use_whole_rows(whole_rows)
     split_sequences(model)
 

@@ -33,7 +33,7 @@ class Conversation:
 
     Attributes:
         messages: each with `role` and `content`, as templates read them.
-        first: messages before this one are given, whoever speaks.
+        first: messages before this one are given, whatever their role.
         tools: what the template gets of tools.
     """
 

@@ -142,7 +142,7 @@ class TokenDataset:
     def batch(self, indices: npt.ArrayLike) -> Batch:
         """The samples at some global indices."""
         rows = self.rows(indices)
-        ids, labels = rows[:, :-1], rows[:, 1:].copy()  # whoever ignores a label keeps the ids
+        ids, labels = rows[:, :-1], rows[:, 1:].copy()  # a label that is ignored keeps its id
         if self._flags is not None:
             starts = self.starts(indices)
             flags = self._flags[starts[:, None] + self._within[1:]]

@@ -21,7 +21,7 @@ def plans_text(plans: Sequence[ServicePlan]) -> str:
         return "\n".join(_single(plans[0]))
     name = plans[0].model.partition(" as ")[0]
     lines = [
-        f"The size of {name} is not public: these are hypotheses, each answered by itself.",
+        f"The size of {name} is not public: each hypothesis about it has its own plan below.",
         _asked(plans[0].service),
         "",
     ]

@@ -89,7 +89,7 @@ def _feed_forward(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
     """The outermost feed-forward layers in a module that are no mixtures of experts, by name."""
     for name, child in module.named_children():
         classes = [type(each).__name__ for each in child.modules()]
-        if recompute.FEED_FORWARD.fullmatch(classes[0]) is None:
+        if recompute.FEED_FORWARD_CLASS.fullmatch(classes[0]) is None:
             yield from _feed_forward(child, f"{prefix}{name}.")
         elif recompute.is_dense(classes):
             yield f"{prefix}{name}", child

@@ -8,7 +8,7 @@ Kernels of the fused view:
     region                other operations that feed one another without a tensor that one of the
                           above reads
 
-Copies and casts are no kernels: whoever writes a tensor writes it as its reader needs it.
+Copies and casts are no kernels: an operation writes its tensor as its reader needs it.
 """
 
 from __future__ import annotations

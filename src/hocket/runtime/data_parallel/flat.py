@@ -128,8 +128,8 @@ class Bucket:
 
     @torch.inference_mode(False)
     def part_from_readers(self) -> None:
-        """Go on with new, empty storage: whoever still holds the old one (a `state_dict()`) keeps
-        its values, else it is freed. Made in inference mode it could not be trained."""
+        """Continue with new, empty storage: a reader that still has the old one (a `state_dict()`)
+        keeps its values, else it is freed. Made in inference mode it could not be trained."""
         shapes = [parameter.shape for parameter in self.parameters]
         size, none = self.flat.numel(), self.flat.new_empty(0)
         self.flat = none
@@ -224,6 +224,6 @@ def take_memory(flat: Tensor) -> None:
 
 
 def _resize(flat: Tensor, nbytes: int) -> None:
-    # As an operation of torch's it is seen by whoever counts memory (`training.memory`).
+    # As an operation of torch's it is counted by the memory counter (`training.memory`).
     resize: Any = torch.ops.inductor.resize_storage_bytes_
     resize(flat, nbytes)

@@ -4,7 +4,7 @@ A flow is one collective or message. It begins when its last rank has come, and 
 
     min( its own rate, over its ports: rate of the port / flows on it )
 
-so that traffic on one link shares it. Whoever looks first brings the account up to the present;
+so that traffic on one link shares it. The first rank to look brings the account up to the present;
 when a flow has run, its latency follows. Waiting ranks sleep and look again: nothing spins.
 
 Layout of the memory, in words of 8 bytes:

@@ -3,9 +3,9 @@
     $XDG_CACHE_HOME/hocket/kernels/HASH.so, else ~/.cache/hocket/kernels/HASH.so
 
 The hash is of the sources, the compiler's version, the flags and the processor's features, so that
-a home directory may be shared. Compiling takes some seconds, once; whoever comes meanwhile compiles
-too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
-fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same, slower;
+a home directory may be shared. Compiling takes some seconds, once; a process that starts meanwhile
+compiles too, and the last file replaces the others, whole at every moment. Without a C compiler,
+where it fails, or with HOCKET_KERNELS=0, there is none, and PyTorch computes the same, slower;
 `library_remark` has the reason and the fix. A processor may be taken for a lesser one, to see what
 that would compute and how fast: HOCKET_KERNELS=avx2, for one without AVX-512, or =portable, for the
 least that its compiler knows.

@@ -72,7 +72,7 @@ def ring(address: int) -> None:
 
 
 def arrive(address: int, other: int, step: int, last: int) -> None:
-    """Add `step` (1 or -1) to the word; whoever finds `last` there wakes all its sleepers.
+    """Add `step` (1 or -1) to the word; the process that finds `last` wakes all its sleepers.
 
     `other` is the address of a word on which nobody ever waits; the kernel wants two.
     """

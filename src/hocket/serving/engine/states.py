@@ -123,7 +123,7 @@ class RecurrentStates:
                 raise ModelError(
                     f"{type(mixer).__name__} keeps a recurrent state by a scan of its own, which "
                     "cannot continue from another rank's: its prompts are not split over cp",
-                    hint="cp1",
+                    hint="--layout cp1",
                 )
             replace_scans(mixer)
 

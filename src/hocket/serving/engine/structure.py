@@ -11,11 +11,11 @@ explode, and every phase has a bound. What it is given here is bounded besides: 
 time that its own bounds do not count. It reads no files and fetches nothing that a schema names.
 `oneOf` is taken as `anyOf`: that no second branch admits an answer too is not looked at.
 
-`check_structure` is for whoever takes requests: what it lets pass compiles in the ranks as well,
-in bounded time. In the ranks `Structures` compiles in a thread, during the forward pass. An answer
-that was preempted is taken up by telling its state what was said.
+The front calls `check_structure`: what it lets pass compiles in the ranks as well, in bounded time.
+In the ranks `Structures` compiles in a thread, during the forward pass. An answer that was
+preempted is taken up by giving its state the tokens of it.
 
-Imports no torch: the front that checks requests has none.
+Imports no torch: the front has none.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class ReplicaClient:
             why = f"the replica is gone: {error}"
         finally:
             self._end(ReplicaLost(why))
-            # The streams keep a reset for whoever asks how they closed, and else print it.
+            # The streams keep a reset for a caller that asks how they closed, else print it.
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
 

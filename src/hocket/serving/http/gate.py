@@ -44,8 +44,8 @@ _faults = {"since": 0.0, "left": 0}
 
 
 def log_fault(name: str, error: BaseException) -> None:
-    """A fault of ours, with its traceback; at most some in ten seconds, so that whoever finds
-    one cannot fill the disk with it.
+    """A fault of ours, with its traceback; at most some in ten seconds, so that a client
+    that finds one cannot fill the disk with it.
     """
     now = time.monotonic()
     if now - _faults["since"] > _FAULT_SECONDS:

@@ -22,7 +22,7 @@ from hocket.serving.http.service import HttpService
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its signals: whoever opened it hears those."""
+    """uvicorn's, without its signals: the command that opened it handles those."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

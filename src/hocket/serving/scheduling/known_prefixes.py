@@ -1,4 +1,4 @@
-"""KnownPrefixes: which blocks of prompts a cache may hold, as whoever sends it prompts remembers.
+"""KnownPrefixes: which blocks of prompts a cache may hold, as the sender of prompts remembers.
 
 The keys are of tokens alone: they choose between caches, and never let one prompt read another's.
 """

@@ -112,7 +112,7 @@ class CacheAllocator:
             if self.coming:
                 return False
             latest = max(self.running)
-            # Ended and leaving ones are among `coming`: whoever runs here can be preempted.
+            # Ended and leaving ones are among `coming`: a sequence in `running` can be preempted.
             if latest <= sequence.serial:
                 return False
             self._preempt(self.running[latest])
