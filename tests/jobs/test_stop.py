@@ -186,6 +186,27 @@ def test_a_signal_that_an_import_catches_is_not_lost(number: signal.Signals) -> 
     assert caught.value.code == STOPPED
 
 
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        (None, "; the same command continues"),
+        ("0", "; unless another rank failed, the same command continues"),
+        ("1", None),
+    ],
+)
+def test_a_rank_that_torchrun_ends_does_not_report_a_job_that_rank_0_rejected(
+    rank: str | None, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank is not None:
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        for name, value in {**world, "RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+    heard: list[str] = []
+    with pytest.raises(Terminated), stopping_early(lambda event: heard.append(event["text"])):
+        signal.raise_signal(signal.SIGTERM)
+    assert heard == ([] if text is None else [f"stopped while no step was computed{text}"])
+
+
 def test_a_task_of_srun_that_is_imported_ends_with_code_0() -> None:
     code = (
         "import signal, sys, hocket.__main__, hocket.cli.main\n"

@@ -53,11 +53,25 @@ def test_half_a_set_of_variables_is_no_world(missing: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("RANK", "a"), ("RANK", "4"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "none")],
-)
+    [
+        ("RANK", "a"), ("RANK", "4"), ("RANK", "-1"), ("RANK", "9" * 5000), ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "\u00b2"), ("MASTER_PORT", "none"), ("MASTER_PORT", "65536"),
+        ("LOCAL_WORLD_SIZE", "abc"), ("LOCAL_WORLD_SIZE", "5"), ("LOCAL_RANK", "4"),
+        ("TORCHELASTIC_RESTART_COUNT", "x"), ("SLURM_STEP_NUM_TASKS", "many"),
+        ("SLURM_PROCID", "8"), ("SLURM_LOCALID", "-1"), ("SLURM_STEP_ID", "x"),
+        ("SLURM_JOB_ID", "77x"), ("SLURM_STEP_NUM_NODES", "two"), ("SLURM_RESTART_COUNT", "x"),
+        ("SLURM_STEP_NODELIST", ","),
+    ],
+)  # fmt: skip
 def test_variables_that_make_no_world_are_refused(name: str, value: str) -> None:
-    with pytest.raises(LayoutError, match=value):
-        joined_context({**TORCHRUN, name: value})
+    slurm = name.startswith("SLURM")
+    with pytest.raises(LayoutError) as caught:
+        joined_context({**(SRUN if slurm else TORCHRUN), name: value})
+    assert f"{name} is '{value[:60]}' in the environment; " in caught.value.message
+    assert ("Slurm sets it" if slurm else "torchrun, or a launcher like it, sets it") in (
+        caught.value.message
+    )
+    assert caught.value.hint == f"unset {name}"
 
 
 def test_srun() -> None:

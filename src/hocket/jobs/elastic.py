@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs.precision import on_cuda
 from hocket.jobs.request import LAYOUT_FIELDS
 from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.launcher_variables import launcher_number
 from hocket.spec.layout import TERMS, Layout
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def unmeasured_layout(job: PreparedJob, count: int) -> Layout:
 def shared_store_note(environment: Mapping[str, str]) -> str | None:
     """A line for ranks of torchrun on several hosts that could not be joined by another host."""
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shared or int(environment.get("GROUP_WORLD_SIZE", 1)) < 2:
+    if not shared or launcher_number(environment, "GROUP_WORLD_SIZE", 1) < 2:
         return None
     return (
         "a host that comes back cannot join: torchrun announces its shared store only once; start "

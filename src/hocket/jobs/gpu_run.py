@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.forecast import Forecast
+from hocket.spec.launcher_variables import launcher_number
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
@@ -77,13 +78,10 @@ def gpu_cluster(cluster: str, *, at_least: int = 1, exactly: int | None = None) 
 
 def _hosts(environment: Mapping[str, str]) -> int:
     """Hosts of the launcher that started this process, torchrun or Slurm; 1 without one."""
-    try:
-        if "LOCAL_WORLD_SIZE" in environment:
-            local = int(environment["LOCAL_WORLD_SIZE"])
-            return max(1, -(-int(environment["WORLD_SIZE"]) // local))
-        return max(1, int(environment.get("SLURM_STEP_NUM_NODES", 1)))
-    except (KeyError, ValueError, ZeroDivisionError):
-        return 1
+    local = launcher_number(environment, "LOCAL_WORLD_SIZE", 0)
+    if local:
+        return max(1, -(-launcher_number(environment, "WORLD_SIZE", local) // local))
+    return max(1, launcher_number(environment, "SLURM_STEP_NUM_NODES", 1))
 
 
 def gpu_problem(spec: RunSpec, cluster: Cluster, launcher: Launcher | None = None) -> Problem:

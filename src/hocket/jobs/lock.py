@@ -38,6 +38,7 @@ from pathlib import Path
 
 from hocket.spec.errors import RunFolderError
 from hocket.spec.files import LOCK, MALFORMED, parse_json, read_text
+from hocket.spec.launcher_variables import launcher_number
 
 NAME = LOCK
 _MOST_BYTES = 4096
@@ -372,9 +373,9 @@ def _start(pid: int) -> int | None:
 
 def _batch() -> tuple[str, int]:
     """The Slurm job of this process, and how often it was queued again."""
-    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    job = os.environ.get("SLURM_JOB_ID")
     name = f"{os.environ.get('SLURM_CLUSTER_NAME', '')}/{job}" if job else ""
-    return name, int(restarts) if restarts.isdigit() else 0
+    return name, launcher_number(os.environ, "SLURM_RESTART_COUNT", 0)
 
 
 def _boot() -> str:

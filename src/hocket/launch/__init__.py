@@ -3,6 +3,7 @@
 from hocket.launch.context import RankContext
 from hocket.launch.joined import (
     joined_context,
+    launched_ranks,
     leave_together,
     leave_unused,
     main_address,
@@ -19,6 +20,7 @@ __all__ = [
     "await_key",
     "end_with_launcher",
     "joined_context",
+    "launched_ranks",
     "leave_unused",
     "leave_together",
     "main_address",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -25,12 +26,15 @@ from hocket.launch.lost import lost_ranks, peer_text, publish_process
 from hocket.launch.orphan import end_with_launcher
 from hocket.launch.rank import load_entry, lost_peer
 from hocket.spec.errors import HocketError, LayoutError, RankFailure
+from hocket.spec.launcher_variables import launcher_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 Event = dict[str, Any]
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS, _STEPS = 2**16 - 1, 2**32 - 1
+"""The highest port; of jobs and steps of Slurm, whose numbers have 32 bits."""
 
 
 def joined_context(environment: Mapping[str, str] | None = None) -> RankContext | None:
@@ -41,20 +45,12 @@ def joined_context(environment: Mapping[str, str] | None = None) -> RankContext 
     carry leftovers.
 
     Raises:
-        LayoutError: a variable that holds no number, or a rank outside of its world.
+        LayoutError: a variable that holds no number, or one out of range: a rank outside of its
+            world would wait for one that never comes together.
     """
-    try:
-        world = _read(os.environ if environment is None else environment)
-    except ValueError as error:
-        raise LayoutError(f"the launcher's variables cannot be read: {error}") from None
+    world = _read(os.environ if environment is None else environment)
     if world is None:
         return None
-    if not 0 <= world.rank < world.world_size:
-        # Such a rank would wait for a world that never comes together.
-        raise LayoutError(
-            f"the launcher set RANK={world.rank} and WORLD_SIZE={world.world_size}; "
-            "ranks are numbered from 0 to world size - 1"
-        )
     return RankContext(
         rank=world.rank,
         world_size=world.world_size,
@@ -71,38 +67,48 @@ def joined_context(environment: Mapping[str, str] | None = None) -> RankContext 
     )
 
 
+def launched_ranks() -> tuple[int, int]:
+    """This process's rank and the world size of its launcher; (0, 1) without a launcher, or where
+    its variables cannot be read."""
+    with contextlib.suppress(LayoutError):
+        if (world := _read(os.environ)) is not None:
+            return world.rank, world.world_size
+    return 0, 1
+
+
 def _read(environment: Mapping[str, str]) -> World | None:
+    number = functools.partial(launcher_number, environment)
     if all(environment.get(name) for name in _NEEDED):
-        world_size = int(environment["WORLD_SIZE"])
-        local_size = int(environment.get("LOCAL_WORLD_SIZE", 1 if world_size == 1 else 0))
+        world_size = number("WORLD_SIZE", least=1)
+        none = 1 if world_size == 1 else 0
         return World(
-            rank=int(environment["RANK"]),
+            rank=number("RANK", most=world_size - 1),
             world_size=world_size,
-            local_rank=int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", 0))),
-            one_machine=local_size == world_size,
-            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            local_rank=number("LOCAL_RANK", number("SLURM_LOCALID", 0), most=world_size - 1),
+            one_machine=number("LOCAL_WORLD_SIZE", none, least=1, most=world_size) == world_size,
+            attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
             address=environment["MASTER_ADDR"],
-            port=int(environment["MASTER_PORT"]),
+            port=number("MASTER_PORT", least=1, most=_PORTS),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             counts_apart=world_size > 1 and "TORCHELASTIC_RESTART_COUNT" in environment,
         )
     slurm = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     if all(environment.get(name) for name in slurm):
-        world_size = int(environment["SLURM_STEP_NUM_TASKS"])
+        world_size = number("SLURM_STEP_NUM_TASKS", least=1)
         if world_size == 1:  # an interactive shell of one task is no world to join
             return None
-        job = int(environment.get("SLURM_JOB_ID", 0)) * 64 + int(environment["SLURM_STEP_ID"])
+        step = number("SLURM_STEP_ID", most=_STEPS)
+        job = number("SLURM_JOB_ID", 0, most=_STEPS) * 64 + step
         return World(
-            rank=int(environment["SLURM_PROCID"]),
+            rank=number("SLURM_PROCID", most=world_size - 1),
             world_size=world_size,
-            local_rank=int(environment.get("SLURM_LOCALID", 0)),
-            one_machine=int(environment.get("SLURM_STEP_NUM_NODES", 0)) == 1,
-            attempt=1000 * int(environment.get("SLURM_RESTART_COUNT", 0))
-            + int(environment["SLURM_STEP_ID"]),
+            local_rank=number("SLURM_LOCALID", 0, most=world_size - 1),
+            one_machine=number("SLURM_STEP_NUM_NODES", 0) == 1,
+            attempt=1000 * number("SLURM_RESTART_COUNT", 0) + step,
             address=environment.get("MASTER_ADDR")
             or first_host(environment["SLURM_STEP_NODELIST"]),
             # Two jobs may share a node: a port from the job's own number keeps them apart.
-            port=int(environment.get("MASTER_PORT") or 20000 + job % 20000),
+            port=number("MASTER_PORT", 20000 + job % 20000, least=1, most=_PORTS),
             agent_store=False,
         )
     return None
@@ -118,7 +124,12 @@ def main_address() -> str:
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's short form: `gpu[003-006,010],login1` begins with `gpu003`."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
-    assert found is not None, nodelist
+    if found is None:
+        raise LayoutError(
+            f"SLURM_STEP_NODELIST is {nodelist[:60]!r} in the environment; Slurm sets it to a list "
+            "of hosts, as in gpu[003-006],login1",
+            hint="unset SLURM_STEP_NODELIST",
+        )
     stem, number, rest = found.groups(default="")
     return stem + number + rest
 

@@ -32,6 +32,7 @@ from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.expert_dispatch import DEEPEP, parse_dispatch
+from hocket.spec.launcher_variables import launcher_number
 from hocket.spec.layout import Layout
 from hocket.spec.legality import narrowed
 from hocket.spec.placement import Placement
@@ -260,7 +261,7 @@ def _device_of(module: nn.Module, rank: int) -> torch.device:
     if dist.is_initialized():
         world: Any = dist.group.WORLD
         kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        local = int(os.environ.get("LOCAL_RANK", rank))
+        local = launcher_number(os.environ, "LOCAL_RANK", rank)
         bound = world.bound_device_id
         device = pick_device(kind, local) if bound is None else torch.device(bound)
     if device.type == "cuda":

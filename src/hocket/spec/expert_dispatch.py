@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 
 from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.launcher_variables import launcher_number
 from hocket.spec.layout import Layout
 from hocket.spec.process_groups import node_groups
 
@@ -53,9 +54,9 @@ def parse_dispatch(text: str) -> tuple[str, int | None]:
 
 def local_ranks(environment: Mapping[str, str]) -> int | None:
     """Ranks that torchrun or Slurm started on this machine. None: neither did."""
-    tasks = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    started = [int(number) for number in (environment.get("LOCAL_WORLD_SIZE", "0"), *tasks)]
-    return max(started) or None
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks = re.findall(r"([0-9]{1,9})(?:\(x[0-9]+\))?", text)
+    return max(launcher_number(environment, "LOCAL_WORLD_SIZE", 0), *map(int, tasks), 0) or None
 
 
 def settle_dispatch(text: str, layout: Layout, local_ranks: int | None) -> str:
