@@ -24,7 +24,7 @@ import pytest
 from hocket.cli.main import VERBS, main
 from hocket.jobs.tour_stops import STOPS, TIMED
 from hocket.schedules.registry import build_schedule
-from hocket.spec import renamed
+from hocket.spec import matrix, renamed
 from hocket.spec.layout import Layout
 from tests.hub_server import TOKEN, Repo, folder
 from tests.rotation import part
@@ -147,8 +147,9 @@ def test_quick_commands_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "--trace" in words:
+    if {"--trace", "--html"} & set(words):
         monkeypatch.chdir(tmp_path)
+    if "--trace" in words:
         (shown,) = [b for b in blocks(SIZING, "") if '"arrival"' in b]
         Path(words[words.index("--trace") + 1]).write_text(shown)
     assert main(words) == 0
@@ -387,6 +388,13 @@ def test_the_changes_name_flags_that_exist_and_every_deprecated_spelling() -> No
     names |= {*renamed.JSON_KEYS, *renamed.COMPLETION, *renamed.PARALLEL}
     assert not [name for name in names if f"`{name}`" not in deprecated]
     assert len(text + deprecated) >= 20_000, "commands of the pages train on it"
+
+
+def test_the_default_layouts_of_the_matrices_are_on_their_page() -> None:
+    page = " ".join((ROOT / "docs" / "how-to" / "check.md").read_text().split())
+    *others, last = (f"`{layout}`" for layout in matrix.SERVED_LAYOUTS)
+    assert f"{', '.join(others)} and {last}" in page
+    assert f"The default `--layouts` are {len(matrix.LAYOUTS)}: " in page
 
 
 def test_every_folder_of_the_cache_is_on_the_page_of_the_installation() -> None:

@@ -18,6 +18,7 @@ MERGING = {"accuracy.md", "accuracy-cpu.md", "accuracy-serving.md", "rehearsals.
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "src" / "hocket" / "jobs" / "templates").iterdir()),
     *(
         page
         for page in sorted((ROOT / "docs").rglob("*.md"))

@@ -274,6 +274,9 @@ def test_without_a_network_the_cache_answers(loopback, monkeypatch) -> None:
     with pytest.raises(ModelError, match=r"OFFLINE is set, and the cache .*/hub") as caught:
         resolve_model("org/other")
     assert "hf download org/other --local-dir other" in str(caught.value.hint)
+    with pytest.raises(ModelError) as caught:
+        resolve_model("mistralai/Mistral-7B-v0.1", weights=False)
+    assert str(caught.value.hint).endswith("plan and rehearse have its shape as mistral-7b")
 
 
 def test_offline_with_half_of_a_model_names_what_is_missing(loopback, monkeypatch) -> None:

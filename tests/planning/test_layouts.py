@@ -213,8 +213,12 @@ def test_a_cut_by_hand_is_estimated_as_the_same_cut_by_name() -> None:
     ],
 )
 def test_a_layout_that_does_not_fit(text: str, said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(LayoutError, match=said) as caught:
         row(Layout.parse(text), SMALL, 64, 12)
+    hint = caught.value.hint or "--"
+    assert hint.startswith("--"), "flags to paste"
+    if hint.startswith("--layout "):
+        row(Layout.parse(hint.removeprefix("--layout ")), SMALL, 64, 12)
 
 
 def test_a_schedule_file_has_no_price() -> None:

@@ -10,7 +10,7 @@ from hocket.catalogue import shapes
 from hocket.catalogue.hardware import cluster
 from hocket.planning.links import AxisLinks, alternative, axis_links, cluster_links
 from hocket.planning.placement import best_order, estimated_orders, orders, placed_forecast
-from hocket.planning.plan import plan_one
+from hocket.planning.plan import best_layouts, plan_one
 from hocket.planning.pool import pool
 from hocket.planning.problem import Problem
 from hocket.spec.layout import Layout
@@ -105,6 +105,17 @@ def test_a_step_in_another_order_waits_for_what_crosses_slower_links() -> None:
     # The planner finds back: the order that it was given was not the best.
     assert placed_forecast(asked, wrong).layout.order[0] == "tp"
     assert placed_forecast(asked, usual) is usual
+
+
+def test_layouts_are_ranked_with_their_axes_in_the_best_order() -> None:
+    """One that is placed better is faster than others that were ahead of it before."""
+    asked = problem("2x8xA100-SXM-80", "llama-3-8b")
+    asked = dataclasses.replace(asked, seq_len=8192)
+    found = best_layouts(asked, top=10).layouts
+    seconds = [float(f"{one.step_seconds.median:.4g}") for one in found]
+    assert seconds == sorted(seconds)
+    assert sum(one.layout.order != Layout().order for one in found[:5]) >= 1
+    assert best_layouts(asked, top=1).layouts[0].layout == found[0].layout
 
 
 def test_state_is_sharded_over_data_and_context_ranks() -> None:

@@ -12,7 +12,7 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.jobs.serving.plan import serve_plan
 from hocket.planning.service import models
-from hocket.planning.service.explain import explain_deployment, winner
+from hocket.planning.service.explain import _bound, explain_deployment, winner
 from hocket.planning.service.forecast import ServiceForecast, misses, nodes
 from hocket.planning.service.need import need_map
 from hocket.planning.service.plan import answer, answer_one, most_rate, service_pins
@@ -221,6 +221,9 @@ def test_the_explanation_says_why_and_what_would_change_it() -> None:
     assert "at best" in text
     assert "10 requests/s" in text
     assert "fp8" in text
+    layout = dataclasses.replace(kind.best.layout, dp=kind.best.layout.dp + 1)
+    larger = dataclasses.replace(kind.best, layout=layout)
+    assert _bound(SEVENTY, larger) == "One replica fewer meets the goals too."
 
 
 def test_hypotheses_are_labelled_and_of_their_size() -> None:

@@ -182,7 +182,7 @@ def refusals(tmp_path):
         ([tmp_path / "torn.csv"], "Expected 2 columns, got 3", None),
         ([], "no data is given", None),
         ([tmp_path / "corpsu.txt"], "no such file", "corpus.txt"),
-        ([tmp_path / "empty"], "no readable data", None),
+        ([tmp_path / "empty"], r"no readable data \(text, .*\.parquet", None),
         ([tmp_path / "latin.txt"], "not UTF-8 text", "iconv"),
         ([tmp_path / "bad.jsonl"], "line 2 is not JSON", None),
         ([tmp_path / "content.jsonl"], "no text field 'text'; it has 'content'", "content"),

@@ -301,7 +301,7 @@ def plan_table(found: TrainingPlan) -> str:
             if found.problem
             else ""
         )
-        + f"of which {HEADROOM:.0%} stay free (!: does not fit; tight: fits with less).",
+        + f"of which {HEADROOM:.0%} stay free (!: does not fit; tight: less stays free).",
     ]
     if found.problem is not None:
         lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
@@ -322,14 +322,16 @@ def plan_table(found: TrainingPlan) -> str:
 
 
 def _failures(one: Goodput) -> str:
-    """What failures cost the best layout, in one sentence or two."""
+    """What failures cost the best layout, in two sentences."""
     without, with_one = one.spares[:2]
-    spare = f", with one spare node {with_one:.1%}: worth {one.spare_nodes:.2g} nodes"
+    spare = (
+        f"; with one spare node {with_one:.1%}, as much as {one.spare_nodes:.2g} more nodes give"
+    )
     return (
         f"Failures: one every {one.mean_hours:,.0f} h at {one.failures:g} per GPU and "
         f"hour. Best: a save (which stops training for {format_seconds(one.save_seconds)}) every "
-        f"{format_seconds(one.interval_seconds)}; goodput {one.goodput:.1%}. Waiting "
-        f"{one.repair_hours:g} h for each repair {without:.1%}"
+        f"{format_seconds(one.interval_seconds)}. Goodput: {one.goodput:.1%} if a failed node is "
+        f"replaced at once, {without:.1%} if its repair of {one.repair_hours:g} h is waited for"
         + (spare if one.spare_nodes >= 1 else "")
         + "."
     )

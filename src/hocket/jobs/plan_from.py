@@ -85,7 +85,7 @@ def plan_from(
     if found.tool in SERVERS:
         raise OptionError(
             f"--from {file}: a server's command, and this plans a training step",
-            hint=f"hocket plan --serve --from {file} ...",
+            hint="--serve",
         )
     name = _model(found.model, model)
     length = _one("seq-len", found.seq_len, seq_len, 4096)

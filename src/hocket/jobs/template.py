@@ -198,10 +198,7 @@ def _fits_model(wanted: Template, layout: Layout) -> None:
     if wanted.model not in shapes.shape_names():
         return
     batch = layout.dp * (layout.microbatches or 2 * layout.pp)
-    try:
-        row(layout, shapes.shape(str(wanted.model)), 256 * layout.cp * layout.tp, batch)
-    except LayoutError as error:
-        raise LayoutError(error.message, hint=f"a layout with {error.hint}") from None
+    row(layout, shapes.shape(str(wanted.model)), 256 * layout.cp * layout.tp, batch)
 
 
 def _title(wanted: Template, layout: Layout, nodes: int, ranks: int) -> str:
@@ -275,7 +272,7 @@ def _argument_list(wanted: Template, arguments: list[str], drain: int) -> str:
     words = [
         *arguments, "--host", "0.0.0.0", "--port", str(wanted.port),
         "--metrics-port", str(wanted.port + 1), "--api-key-file", "/etc/hocket/keys",
-        "--drain-seconds", str(drain), "--output-dir", "/tmp/served",
+        "--drain-seconds", str(drain), "--run", "/tmp/served",
     ]  # fmt: skip
     return "\n".join(f"            - {json.dumps(word)}" for word in words)
 

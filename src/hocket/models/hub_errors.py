@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hocket.catalogue.models import entry, model_names
 from hocket.models.hub_limits import RETRIED, EndlessReply, limit_replies
 from hocket.models.repo_id import DATASET, RepoId, storage
 from hocket.spec.errors import DataError, HocketError, ModelError, nearest
@@ -45,9 +46,11 @@ def _on_another(repo: RepoId) -> str:
     of = " --repo-type dataset" if repo.kind == DATASET else ""
     at = f" --revision {repo.revision}" if repo.revision else ""
     name = repo.id.partition("/")[2]
+    shape = next((n for n in model_names() if entry(n).hub_id == repo.id), None)
     return (
         f"where there is a network: hf download {repo.id}{of}{at} --local-dir {name}; then name "
         "that folder"
+        + (f"; without one, plan and rehearse have its shape as {shape}" if shape else "")
     )
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from hocket.planning.forecast import LayoutForecast
+import numpy as np
+
+from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.links import calls_of, card_of, cluster_links, seconds_on
 from hocket.planning.problem import Problem
+from hocket.planning.search import Scored, _layout_gpus, score
 from hocket.spec.layout import AXES, Layout
 
 EQUAL = 1e-3
@@ -83,6 +86,22 @@ def placed_forecast(problem: Problem, found: LayoutForecast) -> LayoutForecast:
         return found
     other = moved(problem, found, best_order(problem, layout).order)
     return other if other.step_seconds.median < found.step_seconds.median * (1 - EQUAL) else found
+
+
+def ranked_when_placed(
+    problem: Problem, best: Scored, leading: list[int], objective: str
+) -> Scored:
+    """Ranked rows, ranked again by what the `leading` ones take in their best order of axes."""
+    gpus = _layout_gpus(best.layouts)
+    several = (gpus > problem.cluster.domain) & (gpus <= LARGEST)
+    if objective == "memory" or not several.any():
+        return best
+    values = score(best, objective).copy()
+    for i in (i for i in leading if several[i]):
+        found = layout_forecast(problem, best, i)
+        placed = placed_forecast(problem, found).step_seconds.median
+        values[i] *= placed / found.step_seconds.median
+    return best.take(np.argsort([float(f"{value:.4g}") for value in values], kind="stable"))
 
 
 def moved(problem: Problem, found: LayoutForecast, order: tuple[str, ...]) -> LayoutForecast:

@@ -15,7 +15,7 @@ from hocket.planning.forecast import LayoutForecast, layout_forecast
 from hocket.planning.goodput import Goodput
 from hocket.planning.layouts import layout_at, row
 from hocket.planning.pins import Pins, pins_text
-from hocket.planning.placement import moved, placed_forecast
+from hocket.planning.placement import moved, placed_forecast, ranked_when_placed
 from hocket.planning.problem import OWN, Problem
 from hocket.planning.search import (
     EXTRA,
@@ -37,6 +37,12 @@ from hocket.spec.units import format_bytes
 
 BEYOND = 3
 """Better layouts that this hocket cannot run today, shown next to those that it can."""
+
+PLACED = 10
+"""Kinds of layouts whose orders of axes are tried before they are ranked, for any `top` below."""
+
+IDENTICAL = ("dp", "pp", "cp", "tp", "ep", "schedule", "zero", "recompute", "sequence_parallel")
+"""Layouts equal in these are of one kind: they differ in microbatches, virtual stages and shard."""
 
 LARGEST = 1 << 14
 """Nodes looked at for the smallest cluster that fits."""
@@ -147,6 +153,7 @@ def best_layouts(
             f"No layout with a global batch of {problem.global_batch} uses all "
             f"{problem.cluster.num_gpus} GPUs; these use at most {found.num_gpus}."
         )
+    found = dataclasses.replace(found, best=_placed(problem, found.best, objective, top))
     distinct = _distinct(found.best)
     runs = found.best.here & problem.trains(found.best.layouts)
     here = distinct[runs[distinct]]
@@ -171,6 +178,14 @@ def best_layouts(
         num_fitting=found.num_fitting,
         notes=tuple(notes),
     )
+
+
+def _placed(problem: Problem, best: Scored, objective: str, top: int) -> Scored:
+    """The rows ranked again, those that may be shown with their axes in the best order."""
+    distinct = _distinct(best)
+    runs = (best.here & problem.trains(best.layouts))[distinct]
+    kinds = [_different(best, rows, max(top, PLACED)) for rows in (distinct[runs], distinct[~runs])]
+    return ranked_when_placed(problem, best, [i for rows in kinds for i, _ in rows], objective)
 
 
 def _row(problem: Problem, scored: Scored, index: int, num_similar: int) -> LayoutForecast:
@@ -312,26 +327,12 @@ def _distinct(best: Scored) -> np.ndarray:
     """Rows without those that are another one with cp and dp exchanged, at the same price."""
     at = best.layouts
     kept: dict[tuple[float, ...], int] = {}
-    names = (
-        "pp",
-        "tp",
-        "ep",
-        "virtual",
-        "lighter",
-        "microbatches",
-        "schedule",
-        "zero",
-        "recompute",
-    )
+    names = [name for name in IDENTICAL if name not in ("dp", "cp")]
     for i in range(len(best)):
-        split = [float(getattr(at, name)[i]) for name in (*names, "sequence_parallel")]
+        split = [float(getattr(at, n)[i]) for n in (*names, "virtual", "lighter", "microbatches")]
         numbers = (float(f"{best.seconds[i]:.4g}"), float(f"{best.high[i]:.4g}"))
         kept.setdefault((*split, *numbers), i)
     return np.array(list(kept.values()), dtype=int)
-
-
-IDENTICAL = ("dp", "pp", "cp", "tp", "ep", "schedule", "zero", "recompute", "sequence_parallel")
-"""Layouts equal in these are of one kind: they differ in microbatches, virtual stages and shard."""
 
 
 def _different(best: Scored, rows: np.ndarray, top: int) -> list[tuple[int, int]]:

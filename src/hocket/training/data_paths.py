@@ -420,7 +420,7 @@ def _directory(path: Path, split: str | None) -> tuple[list[Source], list[str]]:
     records = records or settings
     if not records:
         raise DataError(
-            f"data {path}: the directory holds no readable data",
+            f"data {path}: the directory holds no readable data (text, {', '.join(KINDS)})",
             hint="--data FILE...",
         )
     taken, rest = _split(path, split or TRAIN)

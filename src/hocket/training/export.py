@@ -115,13 +115,11 @@ def refuse_occupied(to: Path) -> None:
 def refuse_other(to: Path, mark: str, what: str) -> None:
     """Raise OptionError where `to` is a file, or a directory that is not empty and does not hold
     the file `mark`, by which a `what` is known."""
+    hint = f"--to {to.with_name(f'{to.name}-{what}')}"
     if to.is_file():
-        raise OptionError(f"{to} is a file, not a directory")
+        raise OptionError(f"{to} is a file, and a {what} is a directory", hint=hint)
     if to.is_dir() and any(to.iterdir()) and not (to / mark).exists():
-        raise OptionError(
-            f"{to} is not empty and holds no {what}",
-            hint=f"--to {to.with_name(f'{to.name}-{what}')}",
-        )
+        raise OptionError(f"{to} is not empty and holds no {what}", hint=hint)
 
 
 @contextlib.contextmanager

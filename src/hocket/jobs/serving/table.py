@@ -309,7 +309,7 @@ def _asked(service: Service, trace: int = 0) -> str:
     rate = f"{service.requests_per_second:{'.3g' if trace else 'g'}}"
     first = f"{trace:,} requests of a trace, " if trace else ""
     return (
-        f"{first}{rate} requests/s of {service.prompt_len:,} tokens"
+        f"{first}{rate} request{'' if rate == '1' else 's'}/s of {service.prompt_len:,} tokens"
         f"{known}, answers of {service.output_len:,}{mean}{within}"
     )
 
@@ -338,7 +338,8 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
     )
     yield (
         "batch: sequences that decode together on a replica, of those that fit; load: of the rate "
-        f"at which it saturates; {plan.engine}'s constants, {plan.usable:.0%} of memory."
+        f"at which it saturates. Predicted for {plan.engine}, in {plan.usable:.0%} of each GPU's "
+        "memory."
     )
     if len(plan.kinds) > 1 and not plan.claim:
         yield (

@@ -108,7 +108,16 @@ def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     latencies = simulated_latencies(problem, one, best.replicas - 1)
     if latencies is None:
         return "One replica fewer could not keep up."
-    return f"One replica fewer: {' and '.join(misses(problem, latencies)) or 'as good'}."
+    missed = " and ".join(misses(problem, latencies))
+    if missed:
+        return f"One replica fewer: {missed}."
+    service = problem.service
+    if problem.trace is None and service.requests_per_second > one.good * (best.replicas - 1):
+        return (
+            "One replica fewer meets the goals in this simulation, but its mean TPOT in a steady "
+            f"state is above {service.tpot_ms:g} ms."
+        )
+    return "One replica fewer meets the goals too."
 
 
 def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:

@@ -33,7 +33,7 @@ def tool(name: str) -> Tool:
     if name in SERVERS:
         raise OptionError(
             f"--emit {name}: {name} serves, and this plans a training step",
-            hint=f"hocket plan MODEL --serve --emit {name}",
+            hint="--serve",
         )
     if name not in TOOLS:
         message, hint = unknown("tool", name, TOOLS)
