@@ -240,6 +240,8 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ([*ASKED, "--pin", "tpp=4"], "--pin tp=4"),
         ([*ASKED, "--pin", "tp=3"], "is legal on"),
         (["mixtral-8x7b", *ASKED[1:], "--pin", "recompute=mlp"], "has a feed-forward module (mlp)"),
+        (["bloom-176b", *ASKED[1:], "--pin", "recompute=selective"], "its attention is code of"),
+        (["gpt-j-6b", *ASKED[1:], "--layout", "dp8:recompute=core_attn"], "by themselves: its"),
         (["opt-6.7b", *ASKED[1:], "--layout", "dp8:recompute=mlp"], "--layout dp8:recompute=full"),
         ([*ASKED, "--layout", "tp3.dp2"], "heads do not divide over tp 3"),
         ([*ASKED, "--layout", "dp2", "--pin", "tp=2"], "one of the two"),

@@ -396,6 +396,8 @@ def test_what_cannot_be_is_rejected_before_a_worker_starts(
     ("job_of", "message", "hint"),
     [
         ({"layout": "pp99999999"}, "has 99,999,999 ranks, and at most 65,536", "--layout pp4"),
+        ({"layout": "dp1:recompute=mlp", "model": "tiny-mixtral"}, "recompute is mlp: no layer",
+         "--recompute full"),
         ({"layout": "dp4.tp99999998"}, "399,999,992 ranks", "--layout dp4.tp2"),
         ({"layout": "dp99999999"}, "has 99,999,999 ranks, and at most 65,536", "dp65536"),
         ({"layout": "dp3000.tp4.pp8"}, "96,000 ranks", "dp2048"),

@@ -149,17 +149,23 @@ def model_shape(model: str) -> ModelShape:
     Raises:
         ModelError: nothing of that name, with the nearest; or a configuration that does not run.
     """
-    from hocket.catalogue import shapes
     from hocket.models import source
 
-    name = _shipped(model)
-    if name is not None:
-        return dataclasses.replace(shapes.shape(name), name=model)
+    if (known := shipped_shape(model)) is not None:
+        return known
     found = source.resolve_model(model, weights=False)
     found.dimensions  # noqa: B018  rejects what no trace would come to the end of
     from hocket.models.trace import trace
 
     return trace(found.config, name=model)
+
+
+def shipped_shape(model: str) -> ModelShape | None:
+    """The shape of a model of the catalogue, which needs no torch; None of any other."""
+    from hocket.catalogue import shapes
+
+    name = _shipped(model)
+    return None if name is None else dataclasses.replace(shapes.shape(name), name=model)
 
 
 def storage_note(model: str, *, serve: bool = False) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
-from hocket.spec.errors import HocketError, LayoutError, OptionError, ScheduleError
+from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import RehearsedDevice
 from hocket.spec.run import RunSpec
@@ -87,6 +87,17 @@ def require_size(layout: Layout, dimensions: Dimensions) -> None:
             f"{MOST_EXECUTED_LAYERS:,} layers in a rank's step",
             hint=fewer_layers if each > count else f"--microbatches {MOST_EXECUTED_LAYERS // each}",
         )
+
+
+def require_recompute(model: str, text: str) -> None:
+    """Reject a recompute that the layers of a model of the catalogue cannot have; of another
+    model a worker finds it. Raises ModelError, as a rank does."""
+    from hocket.jobs.planner_problem import shipped_shape
+    from hocket.planning.layouts import unmet_recompute
+
+    shape = None if text in ("none", "full") else shipped_shape(model)
+    if shape is not None and (why := unmet_recompute(shape, text)):
+        raise ModelError(f"recompute is {text}: {why}", hint="--recompute full")
 
 
 def require_inputs(spec: RunSpec, device: RehearsedDevice) -> None:

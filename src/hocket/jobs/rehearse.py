@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.rehearsal_fit import require_inputs, require_size
+from hocket.jobs.rehearsal_fit import require_inputs, require_recompute, require_size
 from hocket.jobs.rehearsal_reason import proxy_reason
 from hocket.jobs.rehearsal_workers import (
     RehearsalWorkers,
@@ -128,6 +128,7 @@ def prepare_rehearsal(
         layout = dataclasses.replace(layout, microbatches=count)
     require_size(layout, dimensions)
     layout = validate_layout(dimensions, layout, workload, world_size=layout.world_size)
+    require_recompute(request.model, layout.recompute)
     schedule = scheduled(layout)
     _require_device(workload.dtype, layout, schedule, device)
     dispatch = settle_dispatch(request.options.expert_dispatch, layout, GPUS_PER_NODE)

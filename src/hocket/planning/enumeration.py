@@ -107,13 +107,11 @@ def legal_parts(
         for mesh in _meshes(shape, num_ranks, seq_len, pins=pins, here=here, space=space)
         if legality.batch(global_batch, mesh[0])
     ]
-    if unmet_recompute(shape, pins.get("recompute", "none")):
-        return
     base = _with_batches(meshes, len(shape.layers), global_batch, pins, space)
     offload = pins.get("offload", "none").split("+")
     for option in _options(pins, here, space):
         schedule, zero, again, parallel = option
-        if "params" in offload and zero != 3:
+        if ("params" in offload and zero != 3) or unmet_recompute(shape, again):
             continue
         # Under full recompute a layer saves its input alone; what deferred gradients need stays.
         if "activations" in offload and (again == "full" or schedule in LATE):

@@ -229,12 +229,16 @@ def unmet_pin(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: 
     return None
 
 
-def unmet_recompute(shape: ModelShape, text: str) -> str | None:
-    """Why the layers of a model cannot be recomputed so; None: they can."""
-    blocks = (shape.blocks[kind] for kind in dict.fromkeys(shape.layers))
-    if "mlp" in recompute.modules(text) and not any(feed_forward_part(b).products for b in blocks):
-        return recompute.NO_FEED_FORWARD
-    return None
+def unmet_recompute(shape: ModelShape, text: str) -> str:
+    """Why the layers of a model cannot be recomputed so; empty: they can."""
+    if not {"core_attn", "mlp"} & {*recompute.modules(text)}:
+        return ""
+    blocks = [shape.blocks[kind] for kind in dict.fromkeys(shape.layers)]
+    return recompute.rejected(
+        text,
+        cores=any(b.attention for b in blocks) and not shape.own_attention,
+        feed_forward=any(feed_forward_part(b).products for b in blocks),
+    )
 
 
 def _unsplit(seq_len: int, cp: int, shape: ModelShape) -> str:

@@ -109,6 +109,9 @@ class Problem:
     expert_imbalance: float = EXPERT_IMBALANCE
 
     def __post_init__(self) -> None:
+        if self.stack != OWN and self.shape.own_attention:  # other software has its own, too
+            plain = dataclasses.replace(self.shape, own_attention=False)
+            object.__setattr__(self, "shape", plain)
         check_imbalance(self.expert_imbalance)
         for name in ("seq_len", "global_batch"):
             value = getattr(self, name)

@@ -269,6 +269,7 @@ class ModelShape:
         uneven: what is saved does not grow with tokens alone (chunks, states, positions that are
             selected in long sequences): rows of the view `eager` hold for the size that was traced.
         flexible: its own attention (sinks, soft caps) becomes flex attention on a GPU.
+        own_attention: attention is code of its layers (BLOOM), which hocket cannot recompute alone.
         prediction_layers: layers for multi-token prediction behind the last one, each of the kind
             `prediction`, with the output head and its loss once more. They are on the last stage.
     """
@@ -285,6 +286,7 @@ class ModelShape:
     experts_per_token: int = 0
     uneven: bool = False
     flexible: bool = False
+    own_attention: bool = False
     prediction_layers: int = 0
 
     def on_gpu(self) -> ModelShape:

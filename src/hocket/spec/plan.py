@@ -348,11 +348,9 @@ def recompute_rejected(text: str, plan: ParallelPlan) -> str:
     """Why the layers of a plan cannot be recomputed as `text` names it; empty: they can."""
     if plan.stages is None:
         return "" if text == "none" else plan.reasons.get("stages", "its plan names no layers")
-    asked = recompute.modules(text)
-    if "core_attn" in asked and not plan.stages.cores:
-        reason = plan.reasons.get("cores", "its plan names no attention cores")
-        return f"attention cores cannot be recomputed by themselves: {reason}"
-    return recompute.NO_FEED_FORWARD if "mlp" in asked and not plan.stages.feed_forward else ""
+    cores, feed_forward = bool(plan.stages.cores), bool(plan.stages.feed_forward)
+    why = plan.reasons.get("cores", "its plan names no attention cores")
+    return recompute.rejected(text, cores=cores, feed_forward=feed_forward, why=why)
 
 
 def router_loss_rejected(layout: Layout, router: RouterLoss) -> str:

@@ -92,6 +92,21 @@ def modules(text: str) -> tuple[str, ...]:
     return () if text in ("none", "full") else NAMES.get(text, tuple(text.split("+")))
 
 
+def rejected(
+    text: str, *, cores: bool, feed_forward: bool, why: str = "its attention is code of its own"
+) -> str:
+    """Why the layers of a model cannot be recomputed so; empty: they can.
+
+    Args:
+        cores: whether it has attention cores that can run by themselves; why: the reason if not.
+        feed_forward: whether it has feed-forward layers that are no mixtures of experts.
+    """
+    asked = modules(text)
+    if "core_attn" in asked and not cores:
+        return f"attention cores cannot be recomputed by themselves: {why}"
+    return NO_FEED_FORWARD if "mlp" in asked and not feed_forward else ""
+
+
 def repeats_sums(text: str) -> bool:
     """Whether backward repeats matmuls whose inputs or outputs tensor ranks gather or sum."""
     return text == "full" or "mlp" in modules(text)

@@ -183,6 +183,7 @@ def _shape(done: Run, name: str) -> ModelShape:
         experts_per_token=round(max((p.count for p in products), default=0)),
         uneven=uneven,
         flexible=flexible(done.model),
+        own_attention=bool(found) and not done.asks,
     )
 
 

@@ -46,7 +46,7 @@ class Run:
     """What was recorded: the parts, the values, and the model they are of.
 
     `kinds` maps every layer to the first layer that is like it; `linear` are the names of the
-    linear layers.
+    linear layers. `asks`: whether modules ask transformers for their attention.
     """
 
     model: nn.Module
@@ -56,6 +56,7 @@ class Run:
     recorder: OpRecorder
     leaves: frozenset[str]
     linear: frozenset[str]
+    asks: bool
 
 
 def run_trace(
@@ -158,6 +159,7 @@ def _run(config: Any, dtype: torch.dtype, frozen: bool, traced: TracedSize) -> R
         recorder=recorder,
         leaves=frozenset(n for n, m in model.named_modules() if not any(m.children())),
         linear=frozenset(n for n, m in model.named_modules() if is_linear(m)),
+        asks=bool(asked),
     )
 
 
