@@ -91,16 +91,20 @@ all, which fits the smallest shared memory among them (99 KiB of sm_120)."""
 
 
 def attention_tile(
-    dtype: torch.dtype, key_size: int, value_size: int, most_rows: int, *, converted: bool = False
-) -> AttentionTile:
+    dtype: torch.dtype, key_size: int, value_size: int, most_rows: int, *, converted: bool = False,
+    part: bool = False,
+) -> AttentionTile:  # fmt: skip
     """The tile for heads of these sizes in a batch whose longest sequence has `most_rows` rows.
 
     The smallest that holds them, or the largest: a decode step gets tiles of 16 rows. `converted`:
-    keys and values are in 8 bits, whose conversion takes the registers of larger tiles.
+    keys and values are in 8 bits, whose conversion takes the registers of larger tiles. `part`:
+    the cache holds a part of each block, whose bounds take some as well.
     """
     tiles = _SINGLE if dtype == torch.float32 else _HALF
     width = max(64, padded(key_size), padded(value_size))
     most = 128 if not converted else 16 if width == 64 else 64
+    if part and dtype == torch.float32 and width == 128:
+        most = 16
     found = tuple(tile for tile in tiles[width] if tile.rows <= most)
     return next((tile for tile in found if tile.rows >= most_rows), found[-1])
 
@@ -308,7 +312,9 @@ def launch_of(
     a block of which the cache holds a part."""
     group = num_heads // num_kv_heads
     most_rows = min(max_seqlen_q, num_tokens) * group
-    tile = attention_tile(dtype, key_size, value_size, most_rows, converted=converted)
+    tile = attention_tile(
+        dtype, key_size, value_size, most_rows, converted=converted, part=span is not None
+    )
     one_tile = most_rows <= tile.rows
     tiles = num_rows if one_tile else num_tokens * group // tile.rows + num_rows
     splits = num_splits(tiles * num_kv_heads, max_blocks * block_size, tile, multiprocessors)

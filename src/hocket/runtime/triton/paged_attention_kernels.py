@@ -126,7 +126,6 @@ def attend_kernel(
     token = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
     valid = token < count
-    position = context + token
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
     q = tl.load(
@@ -152,6 +151,11 @@ def attend_kernel(
         per_split = tl.cdiv(blocks, tl.num_programs(2)) * BLOCK_N
         lo += split * per_split
         hi = tl.minimum(hi, lo + per_split)
+    # Of each row: from `oldest` on, and before `after`.
+    after = tl.full([BLOCK_M], 0, tl.int32) + hi
+    if CAUSAL:
+        after = tl.minimum(hi, _held(context + token + 1, offset, BLOCK_SIZE, SPAN))
+    oldest = _held(context + token + 1 - window, offset, BLOCK_SIZE, SPAN)
 
     # 3. Online softmax over them. A sink is a score without a value, counted once.
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -184,13 +188,9 @@ def attend_kernel(
         if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates without overflow
             bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0)
             scores = softcap * bent
-        visible = inside[None, :]
-        if SPAN != BLOCK_SIZE:
-            at = at // BLOCK_SIZE * SPAN + offset + at % BLOCK_SIZE
-        if CAUSAL:
-            visible = visible & (at[None, :] <= position[:, None])
+        visible = at[None, :] < after[:, None]
         if HAS_WINDOW:
-            visible = visible & (at[None, :] > position[:, None] - window)
+            visible = visible & (at[None, :] >= oldest[:, None])
         scores = tl.where(visible, scores * LOG2E, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is a NaN
