@@ -92,7 +92,11 @@ class Timeline:
         span = self.pipeline_span
         if span <= 0:
             return 0.0
-        busy = sum(e.end - e.start for e in self.events if e.kind in _PIPELINE)
+        each: dict[int, float] = defaultdict(float)  # equal ranks add up to no rounding
+        for event in self.events:
+            if event.kind in _PIPELINE:
+                each[event.rank] += event.end - event.start
+        busy = sum(each[rank] for rank in sorted(each))
         return max(0.0, 1 - busy / (self.num_ranks * span))  # sums may end a rounding above
 
     @property
