@@ -33,7 +33,7 @@ from hocket.models.source import resolve_model
 from hocket.probing import devices
 from hocket.probing.devices import FoundDevices
 from hocket.schedules.registry import build_schedule
-from hocket.spec.errors import OptionError
+from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions
@@ -215,7 +215,6 @@ def test_a_forecast_of_before_there_were_ranges_is_read() -> None:
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 16, "2x8xH100-SXM-80"),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 1, "2x8xH100-SXM-80"),
         ({"SLURM_STEP_NUM_NODES": "4"}, 32, "4x8xH100-SXM-80"),
-        ({"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": "8"}, 1, "1x8xH100-SXM-80"),
     ],
 )
 def test_the_gpus_of_a_run(
@@ -226,6 +225,14 @@ def test_the_gpus_of_a_run(
     found = gpu_run.gpu_cluster("auto", at_least=ranks)
     assert found is not None
     assert found.name == name
+
+
+def test_a_launcher_s_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(LayoutError, match="WORLD_SIZE is 'x' in the environment") as caught:
+        gpu_run.gpu_cluster("auto", at_least=1)
+    assert caught.value.hint == "unset WORLD_SIZE"
 
 
 def test_a_run_on_some_gpus_of_a_probed_machine_is_of_the_machine(

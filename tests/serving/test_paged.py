@@ -625,9 +625,9 @@ def test_a_step_that_reads_the_device_is_run_eagerly_and_says_why(
     plain, runner, graphs = on_device("llama", 4)
     forward = runner._on_device
 
-    def looks(step: Any, hidden: Any) -> Any:
+    def looks(step: Any, *rest: Any) -> Any:
         assert int(step.tokens.sum()) >= 0
-        return forward(step, hidden)
+        return forward(step, *rest)
 
     monkeypatch.setattr(runner, "_on_device", looks)
     runner.allocate(96)
