@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hocket.doctor.families import spread_model
+from hocket.models.plans import plan_for
 from hocket.runtime.collectives import all_gather, all_reduce
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
@@ -16,6 +18,7 @@ from hocket.runtime.tensor_parallel import vocab_parallel_cross_entropy
 from hocket.schedules.registry import build_schedule
 from hocket.spec.layout import Layout
 from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment
+from tests import families
 from tests.runtime import models
 
 
@@ -117,9 +120,13 @@ def counts(context: Any, model: str, microbatches: int) -> list[dict[str, Any]]:
 
 
 def llama(kind: str = "llama") -> tuple[nn.Module, ParallelPlan, int]:
-    """A tiny Hugging Face model and its plan, written by hand."""
+    """A tiny Hugging Face model and its plan, written by hand but for `families.HYBRIDS`."""
     import transformers
 
+    if kind in families.HYBRIDS:
+        config = {**families.HYBRIDS[kind], "vocab_size": models.VOCABULARY}
+        module = spread_model(config, 0.1)
+        return module.train(), plan_for(module), 0
     size = {
         "vocab_size": models.VOCABULARY, "hidden_size": models.HIDDEN, "head_dim": 4,
         "intermediate_size": models.INNER, "num_hidden_layers": models.LAYERS,
@@ -161,7 +168,10 @@ def hugging_face(context: Any, kinds: list[str]) -> list[dict[str, Any]]:
             module, layout, plan, mesh=Mesh(layout, context.rank), labels_shifted=True
         )
         found = float(parallel.forward_backward(batches))
-        rows.append({"kind": kind, "loss": found, "wanted": loss, **compare(parallel, whole)})
+        held = [n for n, m in module.named_modules()
+                if getattr(getattr(m, "entry", None), "_source", None) is not None]  # fmt: skip
+        row = {"kind": kind, "loss": found, "wanted": loss, "held": held}
+        rows.append({**row, **compare(parallel, whole)})
     return rows
 
 

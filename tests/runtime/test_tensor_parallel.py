@@ -70,11 +70,15 @@ def test_overlapped_weight_gradients_are_the_same(ranks, sequence: bool, model: 
 
 @pytest.mark.ranks
 def test_hugging_face_models_equal_one_process(ranks) -> None:
-    for tp, kinds in ((2, ["llama", "qwen3", "gemma3_text", "mixtral"]), (4, ["qwen3", "mixtral"])):
+    for tp, kinds in (
+        (2, ["llama", "qwen3", "gemma3_text", "mixtral", "qwen3_5_text"]),
+        (4, ["qwen3", "mixtral"]),
+    ):
         for rows in ranks.run("tests.runtime.cases:hugging_face", world_size=tp, kinds=kinds):
             for row in rows:
                 assert row["loss"] == pytest.approx(row["wanted"], abs=1e-5), row
                 assert row["gap"] < 1e-4, row
+                assert row["held"] == [], row  # no input outlives the block that reads it
 
 
 @pytest.mark.ranks

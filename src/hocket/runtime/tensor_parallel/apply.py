@@ -19,6 +19,7 @@ from hocket.runtime.tensor_parallel.layers import (
     RowParallelLinear,
     SharedInput,
     VocabParallelHead,
+    close_after,
 )
 from hocket.runtime.tensor_parallel.sequence import (
     SequenceEntry,
@@ -100,6 +101,7 @@ def apply_tensor_parallel(
             work.whole(name, parameter)
     if sequence is not None:
         work.slice_sequences(module, sequence)
+    work.forget_inputs(module)
     return {name: work.placements[name] for name, _ in named}
 
 
@@ -165,6 +167,14 @@ class _Splitting:
             replicated=("tp",),
             tie=None if owner == name else owner,
         )
+
+    def forget_inputs(self, module: nn.Module) -> None:
+        """Let blocks whose split layers read several tensors forget the last of them when they end:
+        what an entry holds otherwise ends with the last of its layers."""
+        for name, entry in self.entries.items():
+            gathered = any(getattr(layer, "gather", None) for layer in entry.layers)
+            if gathered and isinstance(entry, SharedInput):
+                close_after(module.get_submodule(name), entry)
 
     def slice_sequences(self, module: nn.Module, plan: SequencePlan) -> None:
         """Gather before what reads whole sequences, and cut what is added to a slice."""

@@ -11,7 +11,7 @@ A layer keeps its module's name, its parameters' names and Hugging Face's way of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from hocket.runtime.tensor_parallel.regions import (
     reduce_in_place,
     split_to_axis,
 )
-from hocket.runtime.tensor_parallel.sequence import SequenceEntry, scatter_sum
+from hocket.runtime.tensor_parallel.sequence import IN_GRAPH, SequenceEntry, scatter_sum
 from hocket.runtime.tensor_parallel.shards import Shards
 
 
@@ -66,9 +66,13 @@ class SharedInput:
         copied = self._copied
         assert copied is not None
         if self._asked == len(self.layers):
-            self._source = self._copied = None
-            self._late = {}
+            self.close()
         return copied, None, late
+
+    def close(self) -> None:
+        """Forget the input."""
+        self._source = self._copied = None
+        self._late = {}
 
     def _copy(self, x: Tensor) -> None:
         if self.axis.size > 1 and self.overlaps(x) and not torch.compiler.is_compiling():
@@ -77,6 +81,16 @@ class SharedInput:
             )
         else:
             self._copied, self._late = copy_to_axis(x, self.axis, self.recorder), {}
+
+
+def close_after(module: nn.Module, entry: SharedInput) -> None:
+    """Let an entry forget its input when a module's forward ends."""
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        entry.close()
+
+    setattr(after, IN_GRAPH, True)
+    module.register_forward_hook(after)
 
 
 class RegionStreams(Protocol):
