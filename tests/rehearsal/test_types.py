@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.cost.measured_memory import gpu_memory_rows
+from hocket.cost.measured_memory import gpu_memory_rows, gpu_step
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
 from hocket.jobs.request import request
@@ -103,6 +103,8 @@ def test_predicted_memory_is_within_5_percent(
             ("llama4_text", "tp2"),  # experts that get all tokens, weighted before
             ("zaya", "tp2"),  # sums of several widths
             ("rwkv", "tp2"),  # parameters of three dims that are no experts'
+            ("qwen3_next", "tp2"),  # split layers of one block that read two tensors
+            ("qwen3_5_text", "tp2:recompute=full"),
         ],
         4,
     ),
@@ -131,3 +133,23 @@ def test_buffers_of_modules_count_with_the_parameters_of_each_rank(
     held = executed.standing["parameters"] + executed.standing["other"]
     assert executed.standing["other"] > 2 * executed.standing["parameters"]
     assert row["parameters"] == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_a_planned_step_gathers_the_outputs_that_ranks_gather(
+    workers: RehearsalWorkers, tmp_path: Path
+) -> None:
+    """The recurrent layers of Qwen3-Next gather what they project, in a forward run again too."""
+    model = tiny_model("qwen3_next", workers, tmp_path)
+    given = {"model": model, "layout": "tp2:recompute=full", "seq_len": 64, "dtype": "bf16"}
+    found = rehearse_job(prepare_rehearsal(request(given | {"device": "cuda"}), rows=1),
+                         workers=workers)  # fmt: skip
+    spec = found.job.spec
+    share = gpu_step(trace(dict(spec.config), name="qwen3_next"), spec, found.job.schedule).share(0)
+    widths = [*share.forward_gathers, *share.repeated_gathers]
+    tokens, ranks = 64, 2
+    loss = tokens * ranks * 2 * 4  # two numbers in fp32 of each token and rank
+    (row,) = (r for r in found.report.collectives if (r["name"], r["axis"]) == ("all-gather", "tp"))
+    assert row["count"] == ranks * (len(widths) + 1)
+    assert row["bytes"] == ranks * (2 * tokens * sum(widths) + loss)

@@ -52,6 +52,12 @@ def tensor_sums(
     return len(rows) + (dense and looked_up), len(entered) + head, sum(not p.ends for p in rows)
 
 
+def tensor_gathers(block: BlockShape) -> tuple[float, ...]:
+    """Elements per token of each output that tensor ranks gather in a block's forward; backward
+    each rank takes its part of the gradient."""
+    return tuple(p.n * p.count for p in block.products if p.gathered)
+
+
 def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:
     """Matmuls in the order of their first; those that read one tensor and are split equally run as
     one, however a model's code stores their weights."""

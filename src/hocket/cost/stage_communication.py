@@ -21,6 +21,8 @@ from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment, block_of, matches
 from hocket.spec.process_groups import copies_axis
 
+_Entry = tuple[str, int]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageShare:
@@ -137,8 +139,8 @@ class StageShare:
         (`models.context.attention_cores`). `runs`: how often a forward runs modules, and
         on how much (`models.meta_forward`); of one that is absent once, on T x H elements.
 
-        Row products and the embedding are summed forward. Column products that share a parent
-        module are fed the same tensor, whose gradient is summed once backward.
+        Row products and the embedding are summed forward. Column products of a parent module that
+        read the same tensor share it, and its gradient is summed once backward.
         """
         tp, e = layout.tp, FLOAT  # gradients are summed in fp32, whatever the parameters are
         plan = dataclasses.replace(plan, tensor=plan.tensor_for(layout))
@@ -157,11 +159,11 @@ class StageShare:
         if slices:
             fields |= _slices(plan, placements, fields, experts_per_token, routing_width)
         if slices and fp8:
-            fewer = _gathered_again(plan.tensor, placements, fp8)
+            fewer = _gathered_again(plan.tensor, placements, fp8, runs or {})
             gathers = fields["backward_gathers"]
             fields["backward_gathers"] = gathers[: len(gathers) - fewer]
         if tp > 1 and trained is not None:
-            fields |= _frozen_sums(plan, placements, fields, trained, first=stage == 0)
+            fields |= _frozen_sums(plan, placements, fields, trained, runs or {}, first=stage == 0)
         if tp > 1 and recompute.repeats_sums(layout.recompute):
             again, stops = _again(plan, placements, layout)
             repeated = _sums(plan, again, tp, 0, runs or {})
@@ -272,7 +274,7 @@ def _sums(
     if plan.tensor is None:
         return {}
     forward = weights = wider = 0
-    entries: dict[str, tuple[int, int]] = {}
+    entries: dict[_Entry, tuple[int, int]] = {}
     hidden = plan.hidden_size or 0
     once = ModuleRuns(times=1, learned=1, inputs=hidden, outputs=hidden)
     forward_gathers: list[int] = []
@@ -285,13 +287,12 @@ def _sums(
         run = runs.get(module, once)
         backward = run.learned, run.learned * (run.inputs - hidden)
         if split.style == "column" and "weight" in owned:
-            parent = module.rpartition(".")[0]
-            around = runs.get(parent, once)
-            entries[parent] = around.learned, around.learned * (around.inputs - hidden)
+            entry = _entry(module, runs)
+            entries[entry] = max(entries.get(entry, backward), backward)
             if split.gather_output:
                 forward_gathers += [_gathered(split, tp)] * run.times
         elif split.style == "vocab_head":
-            entries[module] = backward
+            entries[module, 0] = backward
             split_loss = True
         elif split.style in ("row", "vocab_embedding"):
             forward += run.times
@@ -301,7 +302,7 @@ def _sums(
         elif split.style == "experts":
             forward += run.times
             wider += run.times * (run.outputs - hidden)
-            entries[module] = backward
+            entries[module, 0] = backward
             weights += experts_per_token * run.learned * run.weighted
     return {
         "forward_sums": forward,
@@ -351,15 +352,18 @@ def _slices(
 
 
 def _gathered_again(
-    plan: TensorPlan | None, placements: Mapping[str, Placement], fp8: Collection[str]
+    plan: TensorPlan | None,
+    placements: Mapping[str, Placement],
+    fp8: Collection[str],
+    runs: Mapping[str, ModuleRuns],
 ) -> int:
     """Inputs that need not be gathered again in backward: all their readers multiply in fp8."""
     assert plan is not None
-    entries: dict[str, bool] = {}
+    entries: dict[_Entry, bool] = {}
     for module, owned in _modules(placements).items():
         if getattr(_split_of(plan, module), "style", "") == "column" and "weight" in owned:
-            parent = module.rpartition(".")[0]
-            entries[parent] = entries.get(parent, True) and module in fp8
+            entry = _entry(module, runs)
+            entries[entry] = entries.get(entry, True) and module in fp8
     return sum(entries.values())
 
 
@@ -368,6 +372,7 @@ def _frozen_sums(
     placements: Mapping[str, Placement],
     fields: Mapping[str, Any],
     trained: Collection[str],
+    runs: Mapping[str, ModuleRuns],
     *,
     first: bool,
 ) -> dict[str, Any]:
@@ -380,29 +385,29 @@ def _frozen_sums(
     modules = list(_modules(placements))
     adapted = {name.rpartition(".lora_")[0] for name in trained}
     start = min((modules.index(name) for name in adapted if name in modules), default=0)
-    entries: dict[str, int] = {}
+    entries: dict[_Entry, int] = {}
     leaving = reached = 0
     for index, module in enumerate(modules):
         style = getattr(_split_of(plan.tensor, module), "style", "")
         if style == "column" and "weight" in _modules(placements)[module]:
-            entries.setdefault(module.rpartition(".")[0], index)
+            entries.setdefault(_entry(module, runs), index)
         elif style in ("vocab_head", "experts"):
-            entries.setdefault(module, index)
+            entries.setdefault((module, 0), index)
         if style in ("row", "experts", "vocab_embedding"):
             leaving += 1
             reached += index >= start
     # The layers that share the first adapter's input are one entry, and it has no gradient.
-    parent = modules[start].rpartition(".")[0] if modules else ""
-    lost = sum(index <= start or name == parent for name, index in entries.items()) if first else 0
+    own = _entry(modules[start], runs) if modules else None
+    lost = sum(index <= start or entry == own for entry, index in entries.items()) if first else 0
     if not fields.get("forward_scatters"):
         return {"backward_sums": fields["backward_sums"] - lost}
     width = (plan.hidden_size,)
     split = sum(
         bool(getattr(_split_of(plan.tensor, module), "scatter_input", False)) for module in modules
     )
-    own = fields["backward_gathers"][:split]
+    whole = fields["backward_gathers"][:split]
     return {
-        "backward_gathers": own + width * (reached if first else leaving),
+        "backward_gathers": whole + width * (reached if first else leaving),
         "backward_scatters": fields["backward_scatters"][lost:],
     }
 
@@ -447,6 +452,12 @@ def _of_feed_forward(
         if placement.is_expert or style == "experts":
             mixtures.add(".".join((*parts[:depth], inside, "")))
     return {name: p for name, p in found.items() if not name.startswith(tuple(mixtures))}
+
+
+def _entry(module: str, runs: Mapping[str, ModuleRuns]) -> _Entry:
+    """Where the input of a column layer comes from: its parent module and a tensor's number. Layers
+    of one parent count as readers of one tensor where no forward has shown it."""
+    return module.rpartition(".")[0], runs[module].reads if module in runs else 0
 
 
 def _modules(placements: Mapping[str, Placement]) -> dict[str, set[str]]:

@@ -20,6 +20,7 @@ from hocket.cost.local import (
     stacked_experts,
     stream_ranks,
     tensor_elements,
+    tensor_gathers,
     tensor_sums,
 )
 from hocket.cost.measured_rates import BYTES
@@ -149,6 +150,15 @@ class StepProblem:
             "forward_sums": forward, "repeated_sums": repeated,
             "backward_sums": backward - entries,
         }  # fmt: skip
+        sums |= {
+            f"{when}_gathers": tuple(
+                round(width)
+                for kind in kinds
+                for width in tensor_gathers(self.shape.blocks[kind])
+                if tp > 1
+            )
+            for when, kinds in (("forward", blocks), ("repeated", self.again(stage, "full")))
+        }
         if tp > 1 and self.layout.sequence_parallel:
             # Inputs are gathered once more for the gradients of what is not frozen.
             inputs = 0 if self.adapted else backward

@@ -49,6 +49,7 @@ def module_runs(skeleton: nn.Module) -> dict[str, ModuleRuns]:
     """How often a forward runs each module, and on how much. Empty where it reads values."""
     model = copy.deepcopy(skeleton)
     found: dict[str, ModuleRuns] = {}
+    read: dict[int, tuple[int, Tensor]] = {}  # they live until the end, so that ids differ
 
     def counted(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -64,6 +65,7 @@ def module_runs(skeleton: nn.Module) -> dict[str, ModuleRuns]:
                 learned=torch.is_grad_enabled() + (before.learned if before else 0),
                 inputs=inputs,
                 outputs=outputs,
+                reads=before.reads if before else read.setdefault(id(first), (len(read), first))[0],
                 weighted=len(given) > 2,
             )
 

@@ -61,6 +61,7 @@ class MatrixProduct:
             `split` is `outside` it sees all tokens, also under sequence parallelism.
         ends: it is done after the last tensor that its block saves for backward: a block that is
             run again stops before it is, and what it would sum over ranks is not summed again.
+        gathered: split by column, and tensor ranks gather its whole output.
     """
 
     name: str
@@ -74,6 +75,7 @@ class MatrixProduct:
     frozen: bool = False
     lora: bool = False
     ends: bool = False
+    gathered: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,7 @@ class ModuleRuns:
         times: how often (HRM's layers: many times); learned: how often with a gradient.
         inputs, outputs: elements per token of its first input and its output. Llama 4's experts
             get all tokens once for each expert; Electra's embedding has a width of its own.
+        reads: number of the tensor that is its first input: the same for all that read it.
         weighted: experts are given routing weights too (Llama 4's are given weighted tokens).
     """
 
@@ -130,6 +133,7 @@ class ModuleRuns:
     learned: int
     inputs: int
     outputs: int
+    reads: int = 0
     weighted: bool = True
 
 

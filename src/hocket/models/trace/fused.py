@@ -40,6 +40,7 @@ class Costs(Graph):
                     groups=op.groups,
                     input=self.value_name(read[-1]) if read else "",
                     bare=op.path not in self.linear,
+                    gathered=op.weight in self.splits.gathers,
                     ends=op is last[op.path] and done[op.path] >= self.part.last_save,
                 )
             )
