@@ -150,22 +150,23 @@ class StepProblem:
             "forward_sums": forward, "repeated_sums": repeated,
             "backward_sums": backward - entries,
         }  # fmt: skip
-        sums |= {
-            f"{when}_gathers": tuple(
+        outputs, outputs_again = (
+            tuple(
                 round(width)
                 for kind in kinds
                 for width in tensor_gathers(self.shape.blocks[kind])
                 if tp > 1
             )
-            for when, kinds in (("forward", blocks), ("repeated", self.again(stage, "full")))
-        }
+            for kinds in (blocks, self.again(stage, "full"))
+        )
+        sums |= {"forward_gathers": outputs, "repeated_gathers": outputs_again}
         if tp > 1 and self.layout.sequence_parallel:
             # Inputs are gathered once more for the gradients of what is not frozen.
             inputs = 0 if self.adapted else backward
             sums = {
-                "forward_gathers": one * backward,
+                "forward_gathers": outputs + one * backward,
                 "forward_scatters": one * forward,
-                "repeated_gathers": one * entered,
+                "repeated_gathers": outputs_again + one * entered,
                 "repeated_scatters": one * repeated,
                 "backward_gathers": one * (forward - exits + inputs),
                 "backward_scatters": one * (backward - entries),
