@@ -13,6 +13,7 @@ import pytest
 from tests.golden.predictions import GRIDS, rounded, stored
 
 
+@pytest.mark.timeout(300)  # the largest grid takes a minute of a core, which may be shared
 @pytest.mark.parametrize("grid", list(GRIDS))
 def test_predictions_equal_the_golden_ones(grid: str) -> None:
     golden = stored(grid)

@@ -503,6 +503,30 @@ def test_models_that_an_axis_cannot_split_are_not_proposed_under_it() -> None:
         assert any(f"{without} models do not train under cp" in text for text in one.unsupported)
 
 
+def test_sequence_parallelism_is_proposed_to_the_types_that_train_under_it() -> None:
+    """To others it is what other software may do."""
+    pins = {"tp": 8, "microbatch": 1, "recompute": "none", "offload": "none"}
+    problem = Problem(
+        shape=shape("llama-3-70b"), cluster=cluster("8x8xH100-SXM"), seq_len=8192, global_batch=64
+    )
+    best = best_layouts(problem, pins=pins, top=1).best
+    assert best.runs_here
+    assert best.layout.sequence_parallel
+    other = dataclasses.replace(problem, model_type="deepseek_v3")
+    found = best_layouts(other, pins=pins, top=5)
+    assert all(one.runs_here and not one.layout.sequence_parallel for one in found.layouts)
+    assert found.unsupported_layouts
+    for one in found.unsupported_layouts:
+        assert any(
+            "sequence_parallel is true: deepseek_v3 models do not train under" in text
+            for text in one.unsupported
+        )
+    rows = other.legal(64, pins=pins, here=True)
+    assert len(rows)
+    assert not rows.sequence_parallel.any()
+    assert problem.legal(64, pins=pins, here=True).sequence_parallel.any()
+
+
 def test_uneven_experts_cost_time_and_memory_where_they_lie_over_ranks() -> None:
     even, uneven = (
         Problem(

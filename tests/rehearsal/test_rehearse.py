@@ -567,7 +567,7 @@ def test_the_error_of_one_worker_is_reported_while_another_is_busy(
 
 
 def test_a_worker_ends_with_its_parent_in_the_middle_of_a_task() -> None:
-    """Only what ends is told by its stdin; a parent that is killed tells nothing."""
+    """In the middle of a task a worker does not read that its stdin has ended."""
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT_THAT_WAITS], stdout=subprocess.PIPE, text=True
     )

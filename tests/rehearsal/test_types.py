@@ -12,10 +12,11 @@ import pytest
 
 from hocket.cost.measured_memory import gpu_memory_rows, gpu_step
 from hocket.jobs.rehearsal_workers import RehearsalWorkers
-from hocket.jobs.rehearse import prepare_rehearsal, rehearse_job
+from hocket.jobs.rehearse import Rehearsed, prepare_rehearsal, rehearse_job
 from hocket.jobs.request import request
 from hocket.models import registry
 from hocket.models.trace import trace
+from hocket.spec.model_shape import ModelShape
 from tests.rehearsal.types import OK, REJECTED, STEPS, rehearsed, tiny_model
 from tests.rotation import part
 
@@ -118,17 +119,24 @@ def test_collectives_are_those_of_theory(
     assert "collectives" not in row["why"], row
 
 
+def _one_rank(
+    kind: str, layout: str, workers: RehearsalWorkers, tmp_path: Path
+) -> tuple[Rehearsed, ModelShape]:
+    """A tiny model of a type rehearsed on CUDA, one sequence of 64 tokens a step, and its shape."""
+    model = tiny_model(kind, workers, tmp_path)
+    given = {"model": model, "layout": layout, "seq_len": 64, "dtype": "bf16", "device": "cuda"}
+    found = rehearse_job(prepare_rehearsal(request(given), rows=1), workers=workers)
+    return found, trace(dict(found.job.spec.config), name=kind)
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_buffers_of_modules_count_with_the_parameters_of_each_rank(
     workers: RehearsalWorkers, tmp_path: Path
 ) -> None:
     """Those of MiniMax's linear attention are no rank's shard, and larger than its parameters."""
-    model = tiny_model("minimax", workers, tmp_path)
-    given = {"model": model, "layout": "tp2", "seq_len": 64, "dtype": "bf16", "device": "cuda"}
-    found = rehearse_job(prepare_rehearsal(request(given), rows=1), workers=workers)
+    found, shape = _one_rank("minimax", "tp2", workers, tmp_path)
     job, (executed, *_) = found.job, found.executed.values()
-    shape = trace(dict(job.spec.config), name="minimax")
     row = gpu_memory_rows(shape, job.spec, job.schedule)[0]
     held = executed.standing["parameters"] + executed.standing["other"]
     assert executed.standing["other"] > 2 * executed.standing["parameters"]
@@ -137,17 +145,17 @@ def test_buffers_of_modules_count_with_the_parameters_of_each_rank(
 
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
-def test_a_planned_step_gathers_the_outputs_that_ranks_gather(
-    workers: RehearsalWorkers, tmp_path: Path
+@pytest.mark.parametrize("kind", ["qwen3_next", "minimax_m2"])
+def test_a_planned_step_gathers_what_ranks_gather(
+    workers: RehearsalWorkers, tmp_path: Path, kind: str
 ) -> None:
-    """The recurrent layers of Qwen3-Next gather what they project, in a forward run again too."""
-    model = tiny_model("qwen3_next", workers, tmp_path)
-    given = {"model": model, "layout": "tp2:recompute=full", "seq_len": 64, "dtype": "bf16"}
-    found = rehearse_job(prepare_rehearsal(request(given | {"device": "cuda"}), rows=1),
-                         workers=workers)  # fmt: skip
-    spec = found.job.spec
-    share = gpu_step(trace(dict(spec.config), name="qwen3_next"), spec, found.job.schedule).share(0)
-    widths = [*share.forward_gathers, *share.repeated_gathers]
+    """Recurrent layers of Qwen3-Next and norms over all heads of MiniMax-M2 read whole outputs of
+    split projections, in a forward run again too; the latter's output projection has a whole input.
+    """
+    found, shape = _one_rank(kind, "tp2:recompute=full", workers, tmp_path)
+    share = gpu_step(shape, found.job.spec, found.job.schedule).share(0)
+    widths = [*share.forward_gathers, *share.repeated_gathers, *share.backward_gathers]
+    assert bool(share.backward_gathers) == (kind == "minimax_m2")
     tokens, ranks = 64, 2
     loss = tokens * ranks * 2 * 4  # two numbers in fp32 of each token and rank
     (row,) = (r for r in found.report.collectives if (r["name"], r["axis"]) == ("all-gather", "tp"))

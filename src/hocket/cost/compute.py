@@ -235,9 +235,15 @@ def _communication(
     leave, enter, kept = (count + rows * of_experts for count, of_experts in both)
     forward = (leave * adds + enter * gathers) * exposed
     backward = (enter * adds + leave * gathers) * exposed
-    for width in block.gathers:
-        whole = constants.element_bytes * tokens * width
-        forward = forward + group(ALL_GATHER, whole, at.tp, one, platform) * exposed
+    outputs, gradients = (
+        sum(
+            group(ALL_GATHER, constants.element_bytes * tokens * width, at.tp, one, platform)
+            for width in widths
+        )
+        * exposed
+        for widths in block.gathers
+    )
+    forward, backward = forward + outputs, backward + gradients
     # hocket stops a layer that is run again before what ends it is summed.
     stops = np.asarray(constants.eager_saved) > 0
     left = np.where(stops, (leave - kept) * adds * exposed, 0.0)

@@ -52,10 +52,12 @@ def tensor_sums(
     return len(rows) + (dense and looked_up), len(entered) + head, sum(not p.ends for p in rows)
 
 
-def tensor_gathers(block: BlockShape) -> tuple[float, ...]:
-    """Elements per token of each output that tensor ranks gather in a block's forward; backward
-    each rank takes its part of the gradient."""
-    return tuple(p.n * p.count for p in block.products if p.gathered)
+def tensor_gathers(block: BlockShape) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Elements per token of each output that tensor ranks gather in a block's forward, and of each
+    gradient of an input in its backward; the other way each rank takes its part."""
+    found = [p for p in block.products if p.gathered]
+    forward = tuple(p.n * p.count for p in found if p.split == "column")
+    return forward, tuple(p.k * p.count for p in found if p.split == "row")
 
 
 def together(products: Sequence[MatrixProduct]) -> list[list[MatrixProduct]]:

@@ -150,16 +150,19 @@ class StepProblem:
             "forward_sums": forward, "repeated_sums": repeated,
             "backward_sums": backward - entries,
         }  # fmt: skip
-        outputs, outputs_again = (
+        outputs, gradients, outputs_again = (
             tuple(
                 round(width)
                 for kind in kinds
-                for width in tensor_gathers(self.shape.blocks[kind])
+                for width in tensor_gathers(self.shape.blocks[kind])[way]
                 if tp > 1
             )
-            for kinds in (blocks, self.again(stage, "full"))
+            for kinds, way in ((blocks, 0), (blocks, 1), (self.again(stage, "full"), 0))
         )
-        sums |= {"forward_gathers": outputs, "repeated_gathers": outputs_again}
+        sums |= {
+            "forward_gathers": outputs, "repeated_gathers": outputs_again,
+            "backward_gathers": gradients,
+        }  # fmt: skip
         if tp > 1 and self.layout.sequence_parallel:
             # Inputs are gathered once more for the gradients of what is not frozen.
             inputs = 0 if self.adapted else backward
@@ -168,7 +171,7 @@ class StepProblem:
                 "forward_scatters": one * forward,
                 "repeated_gathers": outputs_again + one * entered,
                 "repeated_scatters": one * repeated,
-                "backward_gathers": one * (forward - exits + inputs),
+                "backward_gathers": gradients + one * (forward - exits + inputs),
                 "backward_scatters": one * (backward - entries),
             }
         of_blocks = [

@@ -139,7 +139,7 @@ class BlockTerms:
         handed_inputs, handed_state: of a row, what recurrent layers hand on along the sequence.
         sums, expert_sums: as `cost.local.tensor_sums`, of dense matmuls and of experts.
             `feed_forward_sums`: of those in a feed-forward layer without experts.
-        gathers: of each product's output that tensor ranks gather in a forward.
+        gathers: as `cost.local.tensor_gathers`.
         forward, backward: elements read and written by memory-bound operations.
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
@@ -163,7 +163,7 @@ class BlockTerms:
     sums: tuple[int, int, int]
     expert_sums: tuple[int, int, int]
     feed_forward_sums: tuple[int, int, int]
-    gathers: tuple[Floats, ...]
+    gathers: tuple[tuple[Floats, ...], tuple[Floats, ...]]
     products: tuple[Matmul, ...]
     cores: tuple[Core, ...]
     handed_inputs: Floats
@@ -283,7 +283,7 @@ def structure(model: Terms) -> tuple[Any, ...]:
             b.sums,
             b.expert_sums,
             b.feed_forward_sums,
-            len(b.gathers),
+            tuple(map(len, b.gathers)),
             tuple((p.split, len(p.shards), p.feed_forward, p.stops) for p in b.products),
             tuple((w.expert, w.divided) for w in b.weights),
             tuple(c.split for c in b.cores),
@@ -433,12 +433,13 @@ def _block(block: BlockShape, *, layer: bool = False, eager: bool = False) -> Bl
     joint = (OUTSIDE, -min(3.0 * summed, sums))
     part = feed_forward_part(block) if layer else dataclasses.replace(block, products=())
     again = {p.name: p.ends for p in part.products}
+    whole, gradients = tensor_gathers(block)
     return BlockTerms(
         layer=layer,
         sums=tensor_sums(block, experts=False),
         expert_sums=tensor_sums(block, dense=False),
         feed_forward_sums=tensor_sums(part),
-        gathers=tuple(_one(width) for width in tensor_gathers(block)),
+        gathers=(tuple(map(_one, whole)), tuple(map(_one, gradients))),
         products=tuple(
             Matmul(
                 p.split,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hocket.planning.fit import fits_host, fits_memory
-from hocket.planning.layouts import LATE, layout_at
+from hocket.planning.layouts import LATE, layout_at, not_trained
 from hocket.planning.problem import Problem
 from hocket.planning.search import Scored
 from hocket.spec import renamed
@@ -159,11 +159,13 @@ def layout_forecast(
     enough = bool(fits_memory(held, gpu.usable)[0]) and on_hosts
     known["buffers and context"] = peak - sum(known.values())
     unsupported = [one.reason(layout) for one in absent(layout)]
-    unsupported += [
-        f"{axis} is {getattr(layout, axis)}: {problem.model_type} models do not train under {axis}"
-        for axis in ("cp", "ep")
-        if problem.axes is not None and axis not in problem.axes and getattr(layout, axis) > 1
-    ]
+    if problem.axes is not None:
+        unsupported += [
+            f"{axis} is {str(getattr(layout, axis)).lower()}: {problem.model_type} models do not "
+            f"train under {axis}"
+            for axis, used in not_trained(layout, problem.axes).items()
+            if used
+        ]
     refused = problem.refused(halved=layout.schedule in LATE and layout.pp > 1)
     unsupported += [] if refused is None else [refused]
     return LayoutForecast(

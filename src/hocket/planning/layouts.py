@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -176,9 +177,18 @@ def runs_here(layouts: Layouts, axes: Collection[str] | None = None) -> np.ndarr
     found &= ~hybrid | ((layouts.ep == 1) & (layouts.etp == layouts.tp))
     for row in (row for row in TABLE if row.field in columns):  # an etp is tp or 1
         found &= np.isin(columns[row.field], [float(v) for v in row.runs])
-    for axis in ("cp", "ep"):
-        if axes is not None and axis not in axes:
-            found &= columns[axis] == 1
+    if axes is not None:
+        for unsplit in not_trained(layouts, axes).values():
+            found &= ~unsplit
+    return found
+
+
+def not_trained(at: Layouts | Layout, axes: Collection[str]) -> dict[str, Any]:
+    """By axis that is not among those under which a model's type trains: whether a layout uses it,
+    or [r] bool of many."""
+    found = {axis: getattr(at, axis) > 1 for axis in ("pp", "cp", "tp", "ep") if axis not in axes}
+    if "sequence" not in axes:
+        found["sequence_parallel"] = at.sequence_parallel > 0
     return found
 
 

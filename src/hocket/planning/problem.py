@@ -32,7 +32,7 @@ from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, has_latent, terms
 from hocket.planning.enumeration import SearchSpace, legal_parts
 from hocket.planning.fit import fits_host, proposable
-from hocket.planning.layouts import LATE, concatenate
+from hocket.planning.layouts import LATE, concatenate, runs_here
 from hocket.planning.pins import Pins
 from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build_schedule, stage_ranks
@@ -216,7 +216,7 @@ class Problem:
         for found in legal_parts(*asked, pins=pins, here=here, space=self.space):
             for limit in self.limits:
                 found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
-            yield found
+            yield found.take(np.flatnonzero(runs_here(found, self.axes))) if here else found
 
     @functools.cached_property
     def facts(self) -> Facts:

@@ -61,7 +61,7 @@ class MatrixProduct:
             `split` is `outside` it sees all tokens, also under sequence parallelism.
         ends: it is done after the last tensor that its block saves for backward: a block that is
             run again stops before it is, and what it would sum over ranks is not summed again.
-        gathered: split by column, and tensor ranks gather its whole output.
+        gathered: by tensor ranks: its output, split by column, or its input's gradient, by row.
     """
 
     name: str

@@ -288,7 +288,7 @@ def _weights(
             style = _STYLES[split.style]
             segments = split.parameter_segments.get(own, split.segments)
             units = _units(segments, parameter.numel())
-            if split.gather_output:
+            if split.gather_output or split.scatter_input:
                 gathers.add(full)
             if style == "expert" and split.dims[own] == _up_dim(split):
                 up.add(full)

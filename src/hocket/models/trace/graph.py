@@ -25,8 +25,9 @@ INSIDE, OUTSIDE, VOCAB, WHOLE = "inside", "outside", "vocab", "whole"
 class Splits:
     """How tensor parallelism treats weights: name to `column`, `row`, `vocab`, `outside`, `expert`.
 
-    `gathers` are weights of products whose split output is gathered again; `experts` the modules
-    of stacked experts; `up` the stacked weights that are split by output.
+    `gathers` are weights of products whose output, split by column, is gathered again, or whose
+    whole input each rank takes its part of, split by row; `experts` the modules of stacked
+    experts; `up` the stacked weights that are split by output.
     """
 
     weights: Mapping[str, str]

@@ -161,7 +161,7 @@ class StageRunner:
             self.choice = agreed_choice(chooser, self.kinds, block_size, mesh)
             self.block_size = self.choice.block_size
         if self.context.size > 1:
-            self.states.over_ranks()
+            self.states.over_ranks(mesh.layout)
             assert self.block_size % self.context.size == 0
         self.tables = BlockTables(max_num_seqs, self._max_blocks)
         self._device_tables: DeviceTables | None = None

@@ -32,6 +32,7 @@ from hocket.serving.engine.staging import Staging
 from hocket.serving.engine.states_context import ContextStates
 from hocket.serving.scheduling.step import StepPlan
 from hocket.spec.errors import ModelError
+from hocket.spec.layout import Layout
 
 Shapes = dict[StateKey, tuple[tuple[int, ...], torch.dtype]]
 """Of one mixer: by state, the shape of a row's and its dtype."""
@@ -112,8 +113,8 @@ class RecurrentStates:
         """Give the pools back."""
         self._pools = []
 
-    def over_ranks(self) -> None:
-        """Let the mixers continue from other context ranks.
+    def over_ranks(self, layout: Layout) -> None:
+        """Let the mixers continue from other context ranks of a layout.
 
         Raises:
             ModelError: a scan cannot.
@@ -123,7 +124,7 @@ class RecurrentStates:
                 raise ModelError(
                     f"{type(mixer).__name__} keeps a recurrent state by a scan of its own, which "
                     "cannot continue from another rank's: its prompts are not split over cp",
-                    hint="--layout cp1",
+                    hint=layout.flag_with(cp=1),
                 )
             replace_scans(mixer)
 
