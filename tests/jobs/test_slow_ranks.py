@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-STEPS = 155
-"""Three of them are compared: 50, 100 and 150."""
+STEPS = 205
+"""Four of them are compared: 50, 100, 150 and 200."""
 
 
 Cause = Callable[[Path, RankPool, pytest.CaptureFixture[str]], None]

@@ -53,7 +53,7 @@ def test_what_has_no_second_process_is_rejected(tmp_path: Path) -> None:
 def test_a_slow_rank_is_named_with_its_cause(tmp_path: Path, phase: str, cause: str) -> None:
     fault = {"kind": "slow", "rank": 1, "phase": phase, "step": 40, "seconds": 0.08}
     notes: list[str] = []
-    job(tmp_path, "run", "dp2", [fault], notes, steps=151, save_every=0, eval_every=0)
+    job(tmp_path, "run", "dp2", [fault], notes, steps=201, save_every=0, eval_every=0)
     found = [note for note in notes if "is slow" in note]
     assert found, notes
     assert all(f"rank 1 is slow: {cause}" in note for note in found)

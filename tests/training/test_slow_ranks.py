@@ -83,31 +83,48 @@ def test_a_slow_link_hides_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None
     mesh: Any = SimpleNamespace(recorder=recorder, layout=layout)
     context: Any = SimpleNamespace(world_size=4, one_machine=True)
     watch = SlowRanks(context, mesh, 1.3)
-    texts = [watch.after(step, 0.0) for step in (50, 100, 150, 200)]
-    assert texts[2] is not None
-    assert "ranks (1, 3) are slow: the link" in texts[2]
-    assert "rank 2 is slow: its compute" in texts[2]
-    assert texts == [None, None, texts[2], None]
+    texts = [watch.after(step, 0.0) for step in (50, 100, 150, 200, 250)]
+    assert texts[3] is not None
+    assert "ranks (1, 3) are slow: the link" in texts[3]
+    assert "rank 2 is slow: its compute" in texts[3]
+    assert texts == [None, None, None, texts[3], None]
 
 
-def test_a_rank_that_is_slow_now_and_then_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with more processes than cores: two of the three steps would make the median."""
+@pytest.mark.parametrize(
+    ("slow", "named"),
+    [
+        ("1111", 4),
+        ("01111", 5),
+        ("110011", 6),  # two steps find nobody
+        ("1110111", 5),
+        ("111011", 5),
+        ("11211", None),
+        ("112111", 6),  # one finds the other rank
+        ("1122112", None),
+        ("010101010101", None),
+        ("121212121212", None),  # as with more processes than cores
+    ],
+)
+def test_a_rank_is_named_by_the_steps_that_agree(
+    monkeypatch: pytest.MonkeyPatch, slow: str, named: int | None
+) -> None:
+    """By step 1: rank 1 is slow, 2: rank 0 is, 0: neither."""
     context = SimpleNamespace(world_size=2)
     mesh = SimpleNamespace(
         layout=Layout.parse("dp2"),
         recorder=SimpleNamespace(timeline_events=lambda: [], waits=lambda: ()),
     )
     watch = SlowRanks(context, mesh, 1.3)  # type: ignore[arg-type]
-    rows = iter([1.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(
-        "hocket.training.timeline.gather_values",
-        lambda *_: [
-            dataclasses.asdict(RankSeconds(3.0, seconds, 0.0)) for seconds in (1.0, next(rows))
-        ],
-    )
-    texts = [watch.after(step, 0.0) for step in (50, 100, 150, 200)]
-    assert texts[:3] == [None] * 3
-    assert "rank 1 is slow: its compute takes 2.0 times" in str(texts[3])
+    rows = [
+        [dataclasses.asdict(RankSeconds(3.0, 1.0 + (step == who), 0.0)) for who in ("2", "1")]
+        for step in slow
+    ]
+    recorded = iter(rows)
+    monkeypatch.setattr("hocket.training.timeline.gather_values", lambda *_: next(recorded))
+    texts = [watch.after(50 * step, 0.0) for step in range(1, len(rows) + 1)]
+    assert [number for number, text in enumerate(texts, 1) if text] == ([named] if named else [])
+    if named:
+        assert "rank 1 is slow: its compute takes 2.0 times" in str(texts[named - 1])
 
 
 def test_compute_is_what_is_not_inside_a_collective() -> None:

@@ -1,8 +1,8 @@
 """Slow ranks: a rank that takes longer than its peers, the share of time it costs, and the cause.
 
     every 50 steps one is recorded on all ranks -> seconds of compute, of input, of each collective
-    -> the median of the last 3 such steps -> compared with the ranks that do the same work
-    -> named, if each of the 3 finds the same
+    -> the median of the last 6 such steps -> compared with the ranks that do the same work
+    -> named, if 4 more of them find the same than find others
 
 Ranks that wait look busy, so that a step's length tells nothing of a rank. Compute is what is left
 of the step without the input and without waiting in collectives; of a collective all ranks but the
@@ -18,7 +18,7 @@ import dataclasses
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from hocket.launch import RankContext
     from hocket.runtime.mesh import Mesh
 
+_Key = tuple[tuple[int, ...], str]
+
 BLOCKING = ("tp", "cp", "expert")
 """Axes whose collectives stand between two operations of one action."""
 EVERY = 50
 """Steps between two that are recorded."""
-SETTLED = 3
-"""Recorded steps whose median counts."""
+KEPT, AGREEING = 6, 4
+"""Recorded steps whose median counts, and how many more of them find a rank than find others in its
+place before it is named: on cores that are shared with other work, each step finds another."""
 STAGES = 2.0
 """Least factor between two stages of a pipeline: what they compute differs in more than size."""
 LEAST = 0.02
@@ -180,7 +183,7 @@ class SlowRanks:
     def __init__(self, context: RankContext, mesh: Mesh, factor: float, work: float = 0.0) -> None:
         self._context, self._mesh, self._factor, self._work = context, mesh, factor, work
         self._kept: list[deque[RankSeconds]] = [
-            deque(maxlen=SETTLED) for _ in range(context.world_size)
+            deque(maxlen=KEPT) for _ in range(context.world_size)
         ]
         self._named: set[tuple[tuple[int, ...], str]] = set()
         self._began = 0.0
@@ -206,24 +209,29 @@ class SlowRanks:
             return None
         for kept, row in zip(self._kept, rows, strict=True):
             kept.append(RankSeconds(**row))
-        if len(self._kept[0]) < SETTLED:
+        if len(self._kept[0]) < AGREEING:
             return None
         layout, factor = self._mesh.layout, self._factor
         found = diagnose([_median(kept) for kept in self._kept], layout, factor)
-        # Where processes share cores, each step finds another rank.
         steps = [
             {_key(one) for one in diagnose(rows, layout, factor)}
             for rows in zip(*self._kept, strict=True)
         ]
-        found = [one for one in found if all(_key(one) in keys for keys in steps)]
+        found = [one for one in found if _agreement(_key(one), steps) >= AGREEING]
         costliest = {one.cause: one for one in reversed(found)}  # a slow link hides no slow rank
         new = [one for one in found if one is costliest[one.cause] and _key(one) not in self._named]
         self._named = {_key(one) for one in costliest.values()}
         return f"step {step}: " + "; ".join(map(str, new)) if new else None
 
 
-def _key(found: SlowRank) -> tuple[tuple[int, ...], str]:
+def _key(found: SlowRank) -> _Key:
     return found.ranks, found.cause
+
+
+def _agreement(key: _Key, steps: Sequence[Collection[_Key]]) -> int:
+    """Steps that found what `key` says, less those that found others for the same cause."""
+    others = (key not in step and any(cause == key[1] for _, cause in step) for step in steps)
+    return sum(key in step for step in steps) - sum(others)
 
 
 def _median(samples: Sequence[RankSeconds]) -> RankSeconds:

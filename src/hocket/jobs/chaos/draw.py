@@ -26,8 +26,8 @@ IN_A_JOB = 8
 SETTLED = 4
 """Steps of an attempt after which a hang is found within seconds."""
 SLOW_STEPS = 360
-"""Steps of a job with a slow rank: seven of them are recorded, of which three in a row are enough
-that agree. Of fewer, other work on the machine spoils one too many."""
+"""Steps of a job with a slow rank: seven of them are recorded, of which four of six are enough that
+agree. Of fewer, other work on the machine spoils one too many."""
 SLOW_SECONDS, SLOW_TIMES = 0.004, 2.0
 """Sleep of a slow rank before each action: at least so long, and so many times what it did since
 the last sleep, whatever else a busy machine does."""
