@@ -20,6 +20,7 @@ from hocket.spec.errors import ModelError, unknown
 
 ATTENTION = ("sdpa", "eager")
 _REGISTERED: set[str] = set()
+_WARNS = "warn_if_padding_and_no_attention_mask"
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
@@ -147,8 +148,15 @@ def build_skeleton(
         _drop_values(model, dtype)
         _require_placed(model)
     model.tie_weights()  # part of the initialisation that was left out
+    for module in model.modules():
+        if hasattr(module, _WARNS):  # BERT's relatives read tokens from the device for a warning
+            setattr(module, _WARNS, _without_warning)
     assert isinstance(model, nn.Module)
     return model
+
+
+def _without_warning(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """In place of a look for padding in each forward, where hocket has none or gives a mask."""
 
 
 def _require_placed(model: nn.Module) -> None:
