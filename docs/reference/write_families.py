@@ -60,7 +60,8 @@ equal](../how-to/check.md)). A type whose name ends in `+` is the second configu
 with its optional switches reversed (biases, norms of queries and keys, ties, the router's loss), as
 far as the class accepts them together; they are in the last list. A type or a cell that is missing
 here has not been run. "Train" means: every layout tried that splits along these axes, or some of
-them, is equal.
+them, is equal. Which cells are rejected before ranks start was looked up for all of them on 30
+November 2026; what was equal before was not run again.
 """
 
 
